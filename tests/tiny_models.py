@@ -82,12 +82,15 @@ class Recipe:
 # ---------------------------------------------------------------------------------------------- random weights
 
 
-def initial_value(name: str, shape: tuple[int, ...]) -> np.ndarray:
+def initial_value(name: str, shape: tuple[int, ...], tied: bool = False) -> np.ndarray:
     """Random fp32 value of a parameter, from a generator seeded by the parameter's name alone.
 
     The scales keep activations near 1 through every block and make the logits spread by about 2.5, so that each tensor
     moves the output and greedy choices are clear. Norm weights scatter around 1 so that a forgotten norm shows.
+    A tied embedding takes the value of the head: at the embedding's own scale the logits would be four times larger.
     """
+    if tied and name.endswith("embed_tokens.weight"):
+        name = "lm_head.weight"
     normal = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
     if len(shape) == 1:
         return 1.0 + 0.15 * normal  # a norm weight: none of these families has biases
@@ -333,7 +336,8 @@ def recipe(name: str) -> Recipe:
 def checkpoint_tensors(name: str) -> Tensors:
     """Tensors of the checkpoint by their names in the file, in the file's dtype, in file order."""
     r = recipe(name)
-    parameters = {key: initial_value(key, shape) for key, shape in r.parameters(r.config)}
+    tied = r.config["tie_word_embeddings"]
+    parameters = {key: initial_value(key, shape, tied) for key, shape in r.parameters(r.config)}
     return {key: np.ascontiguousarray(value.astype(r.dtype)) for key, value in r.layout(parameters).items()}
 
 
@@ -523,7 +527,7 @@ def greedy_margin(arrays: Tensors) -> float:
 
 
 def largest_difference(stored: Tensors, computed: Tensors) -> tuple[float, str]:
-    """Largest |stored - computed| and the array it was seen in; infinite for other names, shapes, dtypes or integers."""
+    """Largest |stored - computed| and where it was seen; infinite for other names, shapes, dtypes or integers."""
     if missing := sorted(stored.keys() ^ computed.keys()):
         return np.inf, f"arrays on one side only: {', '.join(missing)}"
     worst, where = 0.0, "-"
