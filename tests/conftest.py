@@ -1,0 +1,62 @@
+"""Settings and fixtures that the whole suite shares.
+
+JAX is configured here, before any test module imports it: the CPU backend only, dispatch that waits (a host callback that
+enters JAX again can otherwise deadlock), products in full fp32, and a compilation cache that does not outlive the run.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+# Set, not defaulted: on a machine with a GPU the suite must test the same code paths as everywhere else.
+os.environ["JAX_PLATFORMS"] = "cpu"
+# One folder a process: a shared cache would hide a compilation that a change made necessary.
+_compilation_cache = tempfile.TemporaryDirectory(prefix="moe-jax-tests-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _compilation_cache.name
+
+from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import tiny_models  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+jax.config.update("jax_default_matmul_precision", "highest")
+
+# The first example of a test may compile: hypothesis' default deadline of 200 ms would call that a failure.
+settings.register_profile("moe-jax", deadline=None, max_examples=25)
+settings.load_profile("moe-jax")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Callable[[str], Path]:
+    """``tiny(name)`` is the directory of a tiny checkpoint (``tests/tiny_models.py``), built once a session.
+
+    Tests share the directory and must not write into it.
+    """
+    built: dict[str, Path] = {}
+
+    def directory(name: str) -> Path:
+        if name not in built:
+            built[name] = tiny_models.build(name, tmp_path_factory.mktemp("tiny") / name)
+        return built[name]
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def expected() -> Callable[[str], dict[str, np.ndarray]]:
+    """``expected(name)`` are the arrays that transformers computed from that tiny checkpoint, by name."""
+    return tiny_models.expected
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Directory of the bundled demo model."""
+    from moe_jax.demo import demo_model_path
+
+    return demo_model_path()
