@@ -1,0 +1,284 @@
+"""Configuration of an offloaded model: what may be set, what is allowed, and errors that say so.
+
+`OffloadConfig.parse` is the one door: it takes None (defaults), a dict, a path to a JSON file or a ready
+`OffloadConfig`. `offload_path` and `device_memory_ratio` carry the names and meaning that users of MoE-Infinity know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import numbers
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_jax.errors import ConfigError
+
+TRANSPORTS = ("auto", "device", "callback", "resident")
+SCOPES = ("layer", "global")
+CONTRACTS = ("atomic-bypass", "atomic-forced-admit")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+CACHE_SIZE_KEYS = ("expert_slots", "cache_rate", "expert_cache_bytes")
+
+_BYTE_UNITS = {"": 1, "b": 1} | {
+    unit: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for unit, base in ((f"{letter}b", 1000), (f"{letter}ib", 1024))
+}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def bad_value(key: str, value: Any, allowed: str) -> ConfigError:
+    """The error for a known key with a value that is not allowed; `allowed` completes "it must be ..."."""
+    return ConfigError(f"{key}={value!r} is not allowed: it must be {allowed}")
+
+
+def unknown_key(key: str, known: Sequence[str], what: str) -> ConfigError:
+    """The error for an unknown key: names the nearest known one if there is any, else all of them."""
+    near = difflib.get_close_matches(str(key).lower(), known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+    return ConfigError(f"unknown {what} key {key!r}; {hint}")
+
+
+def integer(key: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value` as a Python int in [low, high]; bool and float are refused. Raises ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise bad_value(key, value, _int_range(low, high))
+    if value < low or (high is not None and value > high):
+        raise bad_value(key, value, _int_range(low, high))
+    return int(value)
+
+
+def real(key: str, value: Any, allowed: str, accept: Callable[[float], bool]) -> float:
+    """`value` as a finite float for which `accept` holds; bool is refused. Raises ConfigError naming `allowed`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise bad_value(key, value, allowed)
+    if not accept(float(value)):
+        raise bad_value(key, value, allowed)
+    return float(value)
+
+
+def parse_bytes(key: str, value: Any) -> int:
+    """A positive number of bytes from an int or from text such as "12GB" (10^9) or "512MiB" (2^20)."""
+    allowed = 'a positive number of bytes: an integer, or text with a unit such as "12GB" or "512MiB"'
+    if isinstance(value, str):
+        match = _BYTES.fullmatch(value)
+        if match is None or match[2].lower() not in _BYTE_UNITS:
+            raise bad_value(key, value, allowed)
+        count = int(float(match[1]) * _BYTE_UNITS[match[2].lower()])
+    elif isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        count = int(value)
+    else:
+        raise bad_value(key, value, allowed)
+    if count < 1:
+        raise bad_value(key, value, allowed)
+    return count
+
+
+def _int_range(low: int, high: int | None) -> str:
+    return f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+
+
+def _choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else []
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise bad_value(key, value, "one of " + ", ".join(repr(c) for c in choices) + hint)
+
+
+def _flag(key: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise bad_value(key, value, "True or False")
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """How a model is loaded, cached and run. Immutable; every field is validated on construction.
+
+    At most one of `expert_slots`, `cache_rate` and `expert_cache_bytes` may be given; with none, the cache takes what
+    `device_memory_ratio` leaves after dense weights, KV pages and workspace.
+
+    Args:
+        offload_path: directory where packed expert rows are kept between runs; None keeps none.
+        device_memory_ratio: share of device memory the model may use, 0 to 1.
+        expert_slots: expert slots over all MoE layers, or a sequence with the slots of each MoE layer.
+        cache_rate: share of all experts that have a slot, 0 < rate <= 1.
+        expert_cache_bytes: device bytes for expert slots, an int or text such as "12GB" or "512MiB" (kept as int).
+        transport: how a missing expert reaches the device; "auto" chooses by hardware.
+        policy: registered name of the cache policy.
+        scope: "layer" (each MoE layer has its own slots) or "global" (one pool).
+        contract: what an event may leave in the cache, see docs/architecture.md.
+        dtype: compute dtype; "auto" is the checkpoint's.
+        seed: default seed of sampling and of random policies, 0 to 2^32 - 1.
+        prefill_chunk: prompt tokens a prefill step; None chooses by hardware.
+        decode_chunk: decode steps a jit call, which is also how often streaming and stop strings look at the output.
+        page_size: tokens a KV page, a power of two from 8 to 256.
+        max_sequence_length: longest prompt + new tokens, in tokens; None is the model's own limit.
+        max_batch: most sequences that run together.
+        load_threads: threads that fill host memory while loading; None chooses by the number of cores.
+        progress: show progress bars while loading.
+        trace: record the routing of every call.
+
+    Raises:
+        ConfigError: a value is not allowed, or more than one cache size is given.
+    """
+
+    offload_path: str | None = None
+    device_memory_ratio: float = 0.75
+    expert_slots: int | tuple[int, ...] | None = None
+    cache_rate: float | None = None
+    expert_cache_bytes: int | str | None = None
+    transport: str = "auto"
+    policy: str = "lru"
+    scope: str = "layer"
+    contract: str = "atomic-bypass"
+    dtype: str = "auto"
+    seed: int = 0
+    prefill_chunk: int | None = None
+    decode_chunk: int = 16
+    page_size: int = 64
+    max_sequence_length: int | None = None
+    max_batch: int = 8
+    load_threads: int | None = None
+    progress: bool = True
+    trace: bool = False
+
+    def __post_init__(self):
+        if self.offload_path is not None:
+            if not isinstance(self.offload_path, str | os.PathLike) or not os.fspath(self.offload_path):
+                raise bad_value("offload_path", self.offload_path, "a directory path or None")
+            self._set("offload_path", os.fspath(self.offload_path))
+            if os.path.exists(self.offload_path) and not os.path.isdir(self.offload_path):
+                raise bad_value("offload_path", self.offload_path, "a directory, but a file of that name exists")
+        ratio = real("device_memory_ratio", self.device_memory_ratio, "a number from 0 to 1", lambda v: 0 <= v <= 1)
+        self._set("device_memory_ratio", ratio)
+        self._check_cache_size()
+        _choice("transport", self.transport, TRANSPORTS)
+        if not isinstance(self.policy, str) or not self.policy:
+            raise bad_value("policy", self.policy, 'the name of a registered policy such as "lru"')
+        _choice("scope", self.scope, SCOPES)
+        _choice("contract", self.contract, CONTRACTS)
+        _choice("dtype", self.dtype, DTYPES)
+        self._set("seed", integer("seed", self.seed, 0, 2**32 - 1))
+        for key in ("decode_chunk", "max_batch"):
+            self._set(key, integer(key, getattr(self, key), 1))
+        for key in ("prefill_chunk", "max_sequence_length", "load_threads"):
+            if getattr(self, key) is not None:
+                self._set(key, integer(key, getattr(self, key), 1))
+        page_size = integer("page_size", self.page_size, 8, 256)
+        if page_size & (page_size - 1):
+            raise bad_value("page_size", self.page_size, "a power of two from 8 to 256")
+        self._set("page_size", page_size)
+        _flag("progress", self.progress)
+        _flag("trace", self.trace)
+
+    def _set(self, key: str, value: Any) -> None:
+        object.__setattr__(self, key, value)  # the only way to normalise a field of a frozen dataclass
+
+    def _check_cache_size(self) -> None:
+        given = [key for key in CACHE_SIZE_KEYS if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise ConfigError(
+                f"{' and '.join(f'{key}={getattr(self, key)!r}' for key in given)} all set the size of the expert "
+                f"cache: keep one of {', '.join(CACHE_SIZE_KEYS)}"
+            )
+        if self.expert_slots is not None:
+            slots = self.expert_slots
+            if isinstance(slots, Sequence) and not isinstance(slots, str):
+                if not slots:
+                    raise bad_value("expert_slots", slots, "an integer or a list with the slots of each MoE layer")
+                slots = tuple(integer(f"expert_slots[{i}]", n, 1) for i, n in enumerate(slots))
+                if self.scope == "global":
+                    raise ConfigError(
+                        f"expert_slots={list(slots)!r} gives slots for each layer, but scope='global' has one pool: "
+                        "give the total as an integer, or use scope='layer'"
+                    )
+                self._set("expert_slots", slots)
+            else:
+                self._set("expert_slots", integer("expert_slots", slots, 1))
+        if self.cache_rate is not None:
+            rate = real("cache_rate", self.cache_rate, "a number with 0 < cache_rate <= 1", lambda v: 0 < v <= 1)
+            self._set("cache_rate", rate)
+        if self.expert_cache_bytes is not None:
+            self._set("expert_cache_bytes", parse_bytes("expert_cache_bytes", self.expert_cache_bytes))
+
+    @classmethod
+    def keys(cls) -> tuple[str, ...]:
+        """Names of all configuration keys, in the order of the fields."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    @classmethod
+    def parse(cls, config: None | Mapping[str, Any] | OffloadConfig | str | os.PathLike = None) -> OffloadConfig:
+        """Builds a validated configuration.
+
+        Args:
+            config: None for the defaults, a mapping of keys, a path to a JSON file with one object of keys, or an
+                OffloadConfig (returned as it is).
+
+        Raises:
+            ConfigError: unknown key (names the nearest known one), bad value, or a file that cannot be read as JSON.
+        """
+        if config is None:
+            return cls()
+        if isinstance(config, cls):
+            return config
+        if isinstance(config, str | os.PathLike):
+            return cls._from_mapping(_read_json(Path(config)), f" in {os.fspath(config)}")
+        if isinstance(config, Mapping):
+            return cls._from_mapping(config, "")
+        raise ConfigError(
+            f"config of type {type(config).__name__} is not understood: "
+            "give None, a dict, an OffloadConfig or the path of a JSON file"
+        )
+
+    @classmethod
+    def _from_mapping(cls, config: Mapping[str, Any], where: str) -> OffloadConfig:
+        known = cls.keys()
+        for key in config:
+            if key not in known:
+                raise unknown_key(key, known, "configuration")
+        try:
+            return cls(**config)
+        except ConfigError as error:
+            if not where:
+                raise
+            raise ConfigError(f"{error}{where}") from error
+
+    def replace(self, **changes: Any) -> OffloadConfig:
+        """A copy with some keys changed, validated again.
+
+        Setting one cache size to a value (not None) clears the other two, so that a sweep need not know which one the
+        configuration started with.
+
+        Raises:
+            ConfigError: as `parse`.
+        """
+        merged = self.to_dict()
+        if any(changes.get(key) is not None for key in CACHE_SIZE_KEYS):
+            merged |= dict.fromkeys(CACHE_SIZE_KEYS)
+        return self._from_mapping(merged | changes, "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All keys with JSON-ready values; `parse(to_dict())` equals the original."""
+        result = dataclasses.asdict(self)
+        if isinstance(self.expert_slots, tuple):
+            result["expert_slots"] = list(self.expert_slots)
+        return result
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration file {path}: {error.strerror or error}") from error
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise ConfigError(f"configuration file {path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"configuration file {path} must hold one JSON object, not a {type(content).__name__}")
+    return content
