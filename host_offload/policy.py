@@ -1,0 +1,279 @@
+"""Cache policies: which experts are worth a slot.
+
+A policy is a few pure functions on small arrays, written against an array namespace `xp` (`numpy` or `jax.numpy`) that the
+caller passes in, so that one policy object serves the jitted decode step, the host callback, the simulator and plain tests.
+Shape letters: L MoE layers, E experts a layer, n queried (layer, expert) pairs. `t = step * L + layer` is the event clock.
+
+Arrays of a policy's state are owned by that state: under NumPy `observe` and `reset` update them *in place* and return
+them; under jax.numpy they are immutable and new ones are returned. Use the returned state in both cases.
+"""
+
+import abc
+import difflib
+import os
+
+import numpy as np
+
+from host_offload.trace import Trace
+
+
+class Policy(abc.ABC):
+    """The interface of a cache policy; subclass it, set `name`, and `register` the class.
+
+    `name` is the registry name. Policies that keep the very same statistics (equal `init`, `observe` and `reset`) may set
+    `shares` to a common word: a `PolicySet` then keeps and updates one copy for all of them.
+    """
+
+    name: str = ""
+    shares: str | None = None
+
+    @abc.abstractmethod
+    def init(self, xp, L, E, seed):
+        """Returns the state before the first event: a dict of arrays (a pytree); `seed` is a Python int."""
+
+    @abc.abstractmethod
+    def observe(self, xp, state, layer, need, scores, t):
+        """Records an event before it is planned and returns the new state.
+
+        `layer` int32 scalar; `need` [E] bool, the distinct experts of the event; `scores` [E] float32, the router's scores
+        summed over the event's rows, rounded through float16; `t` int32 scalar, the event clock.
+        """
+
+    @abc.abstractmethod
+    def priority(self, xp, state, layer, expert, t):
+        """Returns float32 [n], higher = keep, for the pairs `layer` [n], `expert` [n] int32 at clock `t`; NaN is lowest."""
+
+    def reset(self, xp, state):
+        """Returns the state at the start of a request; by default nothing is forgotten."""
+        return state
+
+
+def set_row(xp, array, layer, row):
+    """Returns `array` [L, ...] with `array[layer] = row`: in place under NumPy, a new array under jax.numpy."""
+    if xp is np:
+        array[layer] = row
+        return array
+    return array.at[layer].set(row)
+
+
+# ---------------------------------------------------------------------------------------------------------------- registry
+
+_REGISTRY: dict[str, type[Policy] | Policy] = {}
+
+
+def register(policy, replace=False):
+    """Makes a `Policy` subclass (built without arguments on demand) or instance available by its `name`; returns it.
+
+    Usable as a class decorator. Raises TypeError for anything else and ValueError for an empty name, or for a name that is
+    taken by a different policy unless `replace`; defining the same class again (a notebook cell run twice) replaces it.
+    """
+    cls = policy if isinstance(policy, type) else type(policy)
+    if not issubclass(cls, Policy):
+        raise TypeError(f"policy: expected a subclass or an instance of host_offload.policy.Policy, got {policy!r}")
+    name = policy.name
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"policy {cls.__qualname__}: `name` must be a non-empty string, got {name!r}")
+    known = _REGISTRY.get(name)
+    if known is not None and not replace:
+        known_cls = known if isinstance(known, type) else type(known)
+        if (known_cls.__module__, known_cls.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"policy name {name!r} is taken by {known_cls.__module__}.{known_cls.__qualname__}; "
+                "choose another name or pass replace=True"
+            )
+    _REGISTRY[name] = policy
+    return policy
+
+
+def get_policy(policy, **parameters):
+    """Returns the policy instance for a registered name (built with `parameters`), a `Policy` class or an instance.
+
+    Raises ValueError for an unknown name (with the nearest known ones) and TypeError for other objects, or for
+    `parameters` given beside a finished instance.
+    """
+    if isinstance(policy, str):
+        if policy not in _REGISTRY:
+            near = difflib.get_close_matches(policy.lower(), _REGISTRY, n=2, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise ValueError(f"policy: unknown name {policy!r}.{hint} Known policies: {', '.join(list_policies())}")
+        policy = _REGISTRY[policy]
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        return policy(**parameters)
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy: expected a name, a Policy subclass or instance, got {policy!r}")
+    if parameters:
+        raise TypeError(
+            f"policy {policy.name!r} is already built; parameters {sorted(parameters)} would have no effect"
+        )
+    return policy
+
+
+def list_policies():
+    """Returns the registered names in alphabetical order."""
+    return sorted(_REGISTRY)
+
+
+# --------------------------------------------------------------------------------------------------------------- built-ins
+
+
+class AccessPolicy(Policy):
+    """Base of policies that rank by how often and how lately an expert was needed.
+
+    State: `count` [L, E] int32, events that needed the expert since the last `reset`; `last` [L, E] int32, the clock of the
+    latest of all events that did (-1: never). Integers, because float32 counts stop growing at 2^24.
+    """
+
+    shares = "access"
+
+    def init(self, xp, L, E, seed):
+        return {"count": xp.zeros((L, E), xp.int32), "last": xp.full((L, E), -1, xp.int32)}
+
+    def observe(self, xp, state, layer, need, scores, t):
+        count = set_row(xp, state["count"], layer, state["count"][layer] + need)
+        last = set_row(xp, state["last"], layer, xp.where(need, t, state["last"][layer]))
+        return {"count": count, "last": last}
+
+    def reset(self, xp, state):
+        if xp is np:
+            state["count"].fill(0)
+            return state
+        return {**state, "count": xp.zeros_like(state["count"])}
+
+
+@register
+class LRU(AccessPolicy):
+    """Least recently used leaves first: priority = -(t - last).
+
+    The age, not the clock, is cast to float32, so the order is exact for ages below 2^24 however long the run is.
+    """
+
+    name = "lru"
+
+    def priority(self, xp, state, layer, expert, t):
+        return -(t - state["last"][layer, expert]).astype(xp.float32)
+
+
+@register
+class LFU(AccessPolicy):
+    """Least frequently used leaves first: priority = accesses since the last reset, resident or not."""
+
+    name = "lfu"
+
+    def priority(self, xp, state, layer, expert, t):
+        return state["count"][layer, expert].astype(xp.float32)
+
+
+@register
+class LFRU(AccessPolicy):
+    """Frequency over recency: priority = count / ((t - last) / L + 1), ages in steps (moe-cache-eval, arXiv 2608.07911).
+
+    Evaluated as count * L / (t - last + L): integers and one division, which rounds alike in NumPy and XLA.
+    """
+
+    name = "lfru"
+
+    def priority(self, xp, state, layer, expert, t):
+        L = state["count"].shape[0]
+        age = (t - state["last"][layer, expert] + L).astype(xp.float32)
+        return state["count"][layer, expert].astype(xp.float32) * L / age
+
+
+@register
+class StaticPin(Policy):
+    """Pins the experts that a calibration run used most, and never learns: priority = frequency.
+
+    `frequency`: a non-negative [L, E] array, a `Trace`, or the path of a trace or of an `.npz` with an array `frequency`;
+    None pins the lowest expert ids of every layer.
+    """
+
+    name = "static"
+
+    def __init__(self, frequency=None):
+        if isinstance(frequency, str | os.PathLike):
+            frequency = _load_frequency(frequency)
+        if isinstance(frequency, Trace):
+            frequency = frequency.frequency()
+        if frequency is not None:
+            frequency = np.asarray(frequency, np.float32)
+            if frequency.ndim != 2 or not np.all(frequency >= 0) or not np.all(np.isfinite(frequency)):
+                raise ValueError(
+                    f"static policy: frequency must be a finite, non-negative [L, E] table, got shape {frequency.shape} "
+                    f"with values from {frequency.min(initial=np.inf)} to {frequency.max(initial=-np.inf)}"
+                )
+        self.frequency = frequency
+
+    def init(self, xp, L, E, seed):
+        rank = np.broadcast_to(-np.arange(E, dtype=np.float32), (L, E)) if self.frequency is None else self.frequency
+        if rank.shape != (L, E):
+            raise ValueError(f"static policy: frequency has shape {rank.shape}, the model needs [L, E] = {(L, E)}")
+        return {"rank": xp.array(rank, xp.float32)}
+
+    def observe(self, xp, state, layer, need, scores, t):
+        return state
+
+    def priority(self, xp, state, layer, expert, t):
+        return state["rank"][layer, expert]
+
+
+def _load_frequency(path):
+    with np.load(path, allow_pickle=False) as arrays:
+        if "frequency" in arrays:
+            return arrays["frequency"]
+    return Trace.load(path)
+
+
+# --------------------------------------------------------------------------------------------------------- several in one
+
+
+class PolicySet(Policy):
+    """Several policies as one, chosen by a value: one compiled program serves a sweep over policies.
+
+    State: `select`, an int32 scalar (traced under jax, the first member at the start), and the members' states by name (one
+    copy for members with the same `shares`). All members observe every event, so a change of `select` finds its member
+    with a full history.
+    """
+
+    name = "set"
+
+    def __init__(self, policies):
+        self.policies = tuple(get_policy(policy) for policy in policies)
+        self.names = tuple(policy.name for policy in self.policies)
+        if not self.policies:
+            raise ValueError("policies: a PolicySet needs at least one policy")
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(f"policies: names in a PolicySet must differ, got {list(self.names)}")
+        self._keys = tuple(policy.shares or policy.name for policy in self.policies)
+        self._groups = dict(zip(reversed(self._keys), reversed(self.policies), strict=True))
+        if "select" in self._groups:
+            raise ValueError("policies: 'select' is reserved in a PolicySet; rename that policy")
+
+    def init(self, xp, L, E, seed):
+        state = {key: policy.init(xp, L, E, seed) for key, policy in self._groups.items()}
+        return {"select": xp.zeros((), xp.int32), **state}
+
+    def with_selected(self, state, name):
+        """Returns `state` with the member `name` in charge; shapes, dtypes and placement stay, so nothing recompiles."""
+        if name not in self.names:
+            near = difflib.get_close_matches(str(name).lower(), self.names, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"policy: {name!r} is not in this set.{hint} Members: {', '.join(self.names)}")
+        # Arithmetic on the old scalar keeps its device and commitment, which a fresh array would not.
+        return {**state, "select": state["select"] * 0 + np.int32(self.names.index(name))}
+
+    def observe(self, xp, state, layer, need, scores, t):
+        seen = {key: policy.observe(xp, state[key], layer, need, scores, t) for key, policy in self._groups.items()}
+        return {"select": state["select"], **seen}
+
+    def priority(self, xp, state, layer, expert, t):
+        if xp is np:  # the choice is known here: the other members need not be evaluated
+            index = int(state["select"])
+            return self.policies[index].priority(xp, state[self._keys[index]], layer, expert, t)
+        chosen = None
+        for index, (policy, key) in enumerate(zip(self.policies, self._keys, strict=True)):
+            value = policy.priority(xp, state[key], layer, expert, t)
+            chosen = value if chosen is None else xp.where(state["select"] == index, value, chosen)
+        return chosen
+
+    def reset(self, xp, state):
+        fresh = {key: policy.reset(xp, state[key]) for key, policy in self._groups.items()}
+        return {"select": state["select"], **fresh}

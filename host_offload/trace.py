@@ -1,0 +1,312 @@
+"""Routing traces: which experts each processed token was sent to, in the native `.npz` format.
+
+One row is one input token that went through the model (prompt tokens and all generated ones but the last; no padding).
+The file holds plain NumPy arrays and needs no library of ours to read:
+
+    with np.load("run.npz") as z:
+        experts, weights, step = z["experts"], z["weights"], z["step"]      # [T, L, K], [T, L, K], [T]
+        header = json.loads(z["header"].tobytes())
+
+Shape letters: T rows, L MoE layers, E experts a layer, K experts a token.
+"""
+
+import dataclasses
+import json
+import os
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+PREFILL, DECODE = 0, 1
+PHASES = {"prefill": PREFILL, "decode": DECODE}
+SCOPES = ("layer", "global")
+CONTRACTS = ("atomic-bypass", "atomic-forced-admit", "sequential")
+
+# Required header fields and what each must be. A header may hold more (revision, seeds, timings, ...): they are kept.
+HEADER_FIELDS = {
+    "moe_layers": "list of L integers, the model's layer index of each MoE layer, rising",
+    "E": "integer, experts a layer",
+    "K": "integer, experts a token",
+    "chunk": "integer, tokens of the longest prefill step",
+    "scope": f"one of {', '.join(SCOPES)}",
+    "slots": "integer, slots of all layers together, or a list of L quotas",
+    "contract": f"one of {', '.join(CONTRACTS)}",
+    "policy": "string, the cache policy",
+    "model": "string, the model",
+    "dtype": "string, the compute dtype",
+}
+
+_ARRAYS = {
+    "experts": (np.int16, "T,L,K"),
+    "weights": (np.float16, "T,L,K"),
+    "phase": (np.uint8, "T"),
+    "request": (np.int32, "T"),
+    "step": (np.int32, "T"),
+    "scores": (np.float16, "T,L,E"),
+}
+
+
+class TraceError(ValueError):
+    """A trace, or a trace file, breaks the format; the message names file, field and row."""
+
+
+@dataclasses.dataclass(eq=False)
+class Trace:
+    """The routing of a run.
+
+    experts: [T, L, K] int16, the experts of each token by falling weight, ties by rising id.
+    weights: [T, L, K] float16, the router's weights that the experts' outputs were scaled by.
+    phase: [T] uint8, 0 prefill, 1 decode.
+    request: [T] int32, the sequence that the token belongs to.
+    step: [T] int32, the step of the engine; rows of one step were served together. Never falls within a request.
+    header: dict with at least `HEADER_FIELDS`, anything that JSON can hold.
+    scores: [T, L, E] float16 or None, the router's scores of all experts.
+    """
+
+    experts: np.ndarray
+    weights: np.ndarray
+    phase: np.ndarray
+    request: np.ndarray
+    step: np.ndarray
+    header: dict
+    scores: np.ndarray | None = None
+
+    @classmethod
+    def from_rows(cls, experts, weights, phase, request, step, header, scores=None):
+        """Builds a valid trace from arrays of any numeric dtype, with the K experts of a token in any order.
+
+        Casts to the dtypes of the format and brings every token's experts into its order. Raises TraceError.
+        """
+        columns = {"experts": experts, "phase": phase, "request": request, "step": step}
+        for name, values in columns.items():
+            values, dtype = np.asarray(values), _ARRAYS[name][0]
+            if values.dtype.kind not in "iu":
+                raise TraceError(f"trace: {name}: expected integers, got {values.dtype}")
+            if values.size and (values.min() < np.iinfo(dtype).min or values.max() > np.iinfo(dtype).max):
+                raise TraceError(f"trace: {name}: values {values.min()}..{values.max()} do not fit {np.dtype(dtype)}")
+            columns[name] = values.astype(dtype)
+        weights = np.asarray(weights).astype(np.float16)
+        if columns["experts"].shape != weights.shape:
+            raise TraceError(f"trace: weights: shape {weights.shape} differs from experts {columns['experts'].shape}")
+        order = np.lexsort((columns["experts"], -weights), axis=-1)
+        columns["experts"] = np.take_along_axis(columns["experts"], order, -1)
+        scores = None if scores is None else np.asarray(scores).astype(np.float16)
+        trace = cls(weights=np.take_along_axis(weights, order, -1), scores=scores, header=dict(header), **columns)
+        trace.validate()
+        return trace
+
+    def validate(self, source="trace"):
+        """Raises TraceError, beginning with `source` and naming field and row, unless the trace obeys the format."""
+        _validate_header(self.header, source)
+        L, E, K = len(self.header["moe_layers"]), self.header["E"], self.header["K"]
+        sizes = {"L": L, "E": E, "K": K, "T": len(self.experts)}
+        for name, (dtype, letters) in _ARRAYS.items():
+            array = getattr(self, name)
+            if array is None and name == "scores":
+                continue
+            expected = tuple(sizes[letter] for letter in letters.split(","))
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != expected:
+                found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+                raise TraceError(f"{source}: {name}: expected {np.dtype(dtype)} [{letters}] = {expected}, got {found}")
+
+        def check(bad, name, problem):
+            bad = np.asarray(bad)
+            if bad.any():
+                at = tuple(int(i) for i in np.argwhere(bad)[0])
+                where = f"row {at[0]}" + (f" layer {at[1]}" if len(at) > 1 else "")
+                raise TraceError(f"{source}: {name}: {where}: {problem(at)}")
+
+        experts, weights = self.experts, self.weights
+        check((experts < 0) | (experts >= E), "experts", lambda at: f"expert {experts[at]} is outside 0..{E - 1}")
+        in_order = np.sort(experts, axis=-1)
+        repeated = (in_order[..., 1:] == in_order[..., :-1]).any(-1)
+        check(repeated, "experts", lambda at: f"an expert occurs twice in {experts[at].tolist()}")
+        check(~np.isfinite(weights), "weights", lambda at: f"{weights[at]} is not finite")
+        falling = weights[..., 1:] < weights[..., :-1]
+        tied_rising = (weights[..., 1:] == weights[..., :-1]) & (experts[..., 1:] > experts[..., :-1])
+        disordered = ~(falling | tied_rising).all(-1)
+        check(
+            disordered,
+            "experts",
+            lambda at: (
+                f"experts {experts[at].tolist()} are not by falling weight {weights[at].tolist()}, then rising id; "
+                "Trace.from_rows puts them in order"
+            ),
+        )
+        check(self.phase > DECODE, "phase", lambda at: f"{self.phase[at]} is neither 0 (prefill) nor 1 (decode)")
+        check(self.request < 0, "request", lambda at: f"{self.request[at]} is negative")
+        check(self.step < 0, "step", lambda at: f"{self.step[at]} is negative")
+        by_request = np.argsort(self.request, kind="stable")
+        falls = np.zeros(len(self.step), bool)
+        falls[by_request[1:]] = (np.diff(self.request[by_request]) == 0) & (np.diff(self.step[by_request]) < 0)
+        check(falls, "step", lambda at: f"step {self.step[at]} of request {self.request[at]} is below its step before")
+
+    def save(self, path):
+        """Writes the trace to `path` (.npz, compressed), validated and all or nothing: a crash leaves the old file.
+
+        Raises TraceError if the trace breaks the format, ValueError for another suffix.
+        """
+        path = _npz_path(path)
+        self.validate(str(path))
+        arrays = {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
+        header = json.dumps(self.header, ensure_ascii=False).encode()
+        # A temporary file beside the target, so that the rename cannot cross file systems.
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez_compressed(file, header=np.frombuffer(header, np.uint8), **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes private files
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path):
+        """Reads and validates a trace; raises FileNotFoundError, or TraceError naming the file, the field and the row."""
+        path = _npz_path(path)
+        broken = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError)
+        arrays = {}
+        try:
+            file = np.load(path, allow_pickle=False)
+        except broken as error:
+            raise TraceError(f"{path}: not a readable .npz file, perhaps truncated: {error}") from error
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise TraceError(f"{path}: holds a single array, not a trace")
+        with file:
+            unknown = sorted(set(file.files) - set(_ARRAYS) - {"header"})
+            missing = sorted(set(_ARRAYS) - {"scores"} - set(file.files) | {"header"} - set(file.files))
+            if missing or unknown:
+                raise TraceError(f"{path}: missing fields {missing}, unknown fields {unknown}")
+            for name in file.files:
+                try:
+                    arrays[name] = file[name]
+                except broken as error:
+                    raise TraceError(f"{path}: {name}: damaged: {error}") from error
+        raw = arrays.pop("header")
+        try:
+            header = json.loads(raw.tobytes().decode())
+        except ValueError as error:
+            raise TraceError(f"{path}: header: not UTF-8 JSON: {error}") from error
+        trace = cls(header=header, **arrays)
+        trace.validate(str(path))
+        return trace
+
+    def events(self, phase=None) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yields (step, layer, need): for each step in rising order and each layer, the distinct experts that its rows need.
+
+        `need` int64 [n], rising, is the union over all requests in the step; `layer` counts MoE layers, 0..L-1. `phase`
+        "prefill" or "decode" leaves out the rows of the other phase, None takes all.
+        """
+        rows = self._rows_of_phase(phase)
+        rows = rows[np.argsort(self.step[rows], kind="stable")]
+        L, E = len(self.header["moe_layers"]), self.header["E"]
+        cuts = np.flatnonzero(np.diff(self.step[rows])) + 1
+        for group in np.split(rows, cuts) if len(rows) else ():
+            step = int(self.step[group[0]])
+            needed = np.zeros((L, E), bool)
+            needed[np.arange(L)[:, None], self.experts[group]] = True
+            for layer in range(L):
+                yield step, layer, np.flatnonzero(needed[layer])
+
+    def frequency(self, phase=None):
+        """Returns [L, E] int64: in how many events (of `phase`, see `events`) each expert was needed."""
+        count = np.zeros((len(self.header["moe_layers"]), self.header["E"]), np.int64)
+        for _, layer, need in self.events(phase):
+            count[layer, need] += 1
+        return count
+
+    def _rows_of_phase(self, phase):
+        if phase is None:
+            return np.arange(len(self.phase))
+        if phase not in PHASES:
+            raise ValueError(f"phase: expected None, 'prefill' or 'decode', got {phase!r}")
+        return np.flatnonzero(self.phase == PHASES[phase])
+
+
+def concatenate(traces, header=None):
+    """Joins runs of one model into one trace; requests and steps of later runs are numbered on.
+
+    The required header fields must agree; `header` states them for the whole when they do not (another policy, say), but
+    never layers, E or K. Either all traces hold scores or none. Raises TraceError.
+    """
+    traces = list(traces)
+    if not traces:
+        raise TraceError("concatenate: no traces given")
+    first = traces[0].header
+    fixed = ("moe_layers", "E", "K") if header is not None else tuple(HEADER_FIELDS)
+    header = dict(first if header is None else header)
+    for index, trace in enumerate(traces):
+        trace.validate(f"concatenate: trace {index}")
+        for name in fixed:
+            if trace.header[name] != header.get(name):
+                raise TraceError(
+                    f"concatenate: trace {index}: {name} is {trace.header[name]!r}, expected {header.get(name)!r}; "
+                    "runs that differ in more than moe_layers, E and K can be joined by passing header="
+                )
+        if (trace.scores is None) != (traces[0].scores is None):
+            raise TraceError(f"concatenate: trace {index}: either all traces hold scores or none")
+    columns = {name: [] for name in _ARRAYS}
+    next_number = {"request": 0, "step": 0}
+    for trace in traces:
+        for name, parts in columns.items():
+            array = getattr(trace, name)
+            if name in next_number and len(array):
+                numbered = array.astype(np.int64) - array.min() + next_number[name]
+                next_number[name] = int(numbered.max()) + 1
+                if next_number[name] > np.iinfo(np.int32).max:
+                    raise TraceError(f"concatenate: {name}: the joined trace needs more than 2^31 - 1 numbers")
+                array = numbered.astype(np.int32)
+            parts.append(array)
+    if traces[0].scores is None:
+        columns["scores"] = None
+    joined = {name: None if parts is None else np.concatenate(parts) for name, parts in columns.items()}
+    result = Trace(header=header, **joined)
+    result.validate("concatenate")
+    return result
+
+
+def _npz_path(path):
+    path = Path(path)
+    if path.suffix != ".npz":
+        raise ValueError(f"trace path {str(path)!r}: the suffix must be .npz")
+    return path
+
+
+def _is_int(value, low):
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _validate_header(header, source):
+    if not isinstance(header, dict):
+        raise TraceError(f"{source}: header: expected a JSON object, got {type(header).__name__}")
+    missing = [name for name in HEADER_FIELDS if name not in header]
+    if missing:
+        raise TraceError(f"{source}: header: missing {', '.join(missing)}")
+    layers, slots = header["moe_layers"], header["slots"]
+    listed = isinstance(layers, list) and bool(layers) and all(_is_int(layer, 0) for layer in layers)
+    quotas = isinstance(slots, list) and listed and len(slots) == len(layers) and all(_is_int(n, 0) for n in slots)
+    valid = {
+        "moe_layers": listed and all(a < b for a, b in zip(layers, layers[1:], strict=False)),
+        "E": _is_int(header["E"], 1) and header["E"] <= np.iinfo(np.int16).max + 1,
+        "K": _is_int(header["K"], 1) and _is_int(header["E"], header["K"]),
+        "chunk": _is_int(header["chunk"], 1),
+        "scope": header["scope"] in SCOPES,
+        "slots": _is_int(slots, 0) or quotas,
+        "contract": header["contract"] in CONTRACTS,
+    }
+    for name, meaning in HEADER_FIELDS.items():
+        if not valid.get(name, isinstance(header[name], str)):
+            raise TraceError(f"{source}: header: {name} is {header[name]!r}, expected {meaning}")
+    try:
+        json.dumps(header)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"{source}: header: cannot be written as JSON: {error}") from error
