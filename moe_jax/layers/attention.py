@@ -1,0 +1,224 @@
+"""Causal grouped-query attention: over KV pages in plain XLA, over a fresh chunk through cuDNN, and the module.
+
+N query heads share G key/value heads, R = N / G queries a group; keys and values are never repeated in memory.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from moe_jax.engine.kv_cache import PagedKV
+from moe_jax.layers.linear import Linear, matmul_precision
+from moe_jax.layers.rope import apply_rope
+
+Implementation = Literal["xla", "cudnn"]
+
+# Largest score tensor [B, N, T, S] made at once, in elements: 256 MiB of float32. Longer prefills go by query blocks.
+MAX_SCORES = 1 << 26
+
+# cuDNN's fused attention takes heads up to this width, a multiple of 8 (jax.nn.dot_product_attention).
+CUDNN_MAX_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one call of the model fixes for all its attention layers.
+
+    Args:
+        positions: [B, T] int32, position of each new token in its sequence; ascending along a row.
+        live: [B, T] bool, false for padding; the live tokens of a row come first.
+        cos, sin: [B, T, H/2] rotary tables of `positions`.
+        implementation: "xla" reads the pages; "cudnn" reads the fresh chunk, which must start at position 0.
+    """
+
+    positions: Array
+    live: Array
+    cos: Array
+    sin: Array
+    implementation: Implementation
+
+
+def choose_implementation(*, platform: str, dtype, tokens: int, from_zero: bool, head_dim: int) -> Implementation:
+    """Attention code for a chunk of `tokens` new tokens a sequence: cuDNN where it applies, else XLA over pages.
+
+    cuDNN's fused kernel needs a GPU, a 16-bit dtype, a supported head width, and a chunk that attends to itself alone
+    (`from_zero`: every sequence starts at position 0).
+    """
+    narrow = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+    fits = head_dim % 8 == 0 and head_dim <= CUDNN_MAX_HEAD_DIM
+    return "cudnn" if platform in ("gpu", "cuda") and narrow and fits and tokens > 1 and from_zero else "xla"
+
+
+def fresh_attention(
+    q: Array, k: Array, v: Array, live: Array, *, window: int | None, scale: float, implementation: str
+) -> Array:
+    """Attention of a chunk that starts at position 0 to itself, through `jax.nn.dot_product_attention`.
+
+    Args:
+        q: [B, T, N, H]; k, v: [B, T, G, H]; live: [B, T] bool, live tokens first.
+        window: sliding window w (a query sees itself and the w - 1 tokens before it), or None.
+        implementation: "cudnn" or "xla", as that function takes it.
+
+    Returns:
+        [B, T, N, H] in q's dtype; rows of dead tokens are meaningless but finite.
+    """
+    lengths = jnp.sum(live, axis=1, dtype=jnp.int32)
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        is_causal=True,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
+    )
+
+
+def _attend_block(
+    q: Array, positions: Array, keys: Array, values: Array, key_positions: Array, stored: Array, window, scale: float
+) -> Array:
+    """Softmax attention of queries [B, T, G, R, H] at `positions` to keys [B, S, G, H]; float32 softmax."""
+    precision = matmul_precision(q.dtype)
+    scores = jnp.einsum("btgrh,bsgh->bgrts", q, keys, precision=precision, preferred_element_type=jnp.float32) * scale
+    query, key = positions[:, :, None], key_positions[:, None, :]
+    visible = (key <= query) & stored[:, None, :]  # [B, T, S]
+    if window is not None:
+        visible &= query - key < window
+    # A finite floor: a dead query that sees no key gets a uniform average of zeroed values, not NaN.
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    out = jnp.einsum("bgrts,bsgh->btgrh", weights, values, precision=precision, preferred_element_type=jnp.float32)
+    return out.astype(q.dtype)
+
+
+def paged_attention(
+    q: Array,
+    kv: PagedKV,
+    layer: int,
+    positions: Array,
+    *,
+    window: int | None,
+    scale: float,
+    max_scores: int = MAX_SCORES,
+) -> Array:
+    """Causal attention of new tokens to all stored tokens of their sequences, in plain XLA.
+
+    out = softmax(scale * q k^T + mask) v, where key s is visible to the query at position p iff s <= p, s < lengths
+    and, with a window w, p - s < w. With a window, only the pages that a query of this call can see are read.
+
+    Args:
+        q: [B, T, N, H] queries after rope.
+        kv: cache that already holds this call's keys and values, with `lengths` counting them.
+        layer: static layer number.
+        positions: [B, T] int32, ascending by one along the live part of a row.
+        window: sliding window in tokens, or None.
+        scale: factor on the scores, normally H ** -0.5.
+        max_scores: query blocks keep B * N * block * S at or under this (a block has at least 16 queries).
+
+    Returns:
+        [B, T, N, H] in q's dtype; rows of dead tokens are meaningless but finite.
+    """
+    B, T, N, H = q.shape
+    P, pages = kv.page_size, kv.page_table.shape[1]
+    G = kv.k[layer].shape[2]
+
+    span = pages if window is None else min(pages, (window + T + P - 3) // P + 1)
+    if span < pages:
+        first = jnp.clip((positions[:, 0] - (window - 1)) // P, 0, pages - span)  # [B]
+        page_numbers = first[:, None] + jnp.arange(span, dtype=jnp.int32)  # [B, span]
+        keys, values = kv.gather(layer, page_numbers)
+        key_positions = (page_numbers[:, :, None] * P + jnp.arange(P, dtype=jnp.int32)).reshape(B, span * P)
+    else:
+        keys, values = kv.gather(layer)
+        key_positions = jnp.broadcast_to(jnp.arange(span * P, dtype=jnp.int32), (B, span * P))
+    S = span * P
+    stored = key_positions < kv.lengths[:, None]  # [B, S]
+    # Pages are recycled: 0 * NaN left behind by another sequence must not reach this one.
+    values = jnp.where(stored[:, :, None, None], values, 0).astype(values.dtype)
+
+    attend = partial(
+        _attend_block,
+        keys=keys,
+        values=values,
+        key_positions=key_positions,
+        stored=stored,
+        window=window,
+        scale=scale,
+    )
+    q = q.reshape(B, T, G, N // G, H)  # [B, T, G, R, H]
+    block = 1 << max(4, (max_scores // (B * N * S)).bit_length() - 1)  # power of two: prefill chunks divide evenly
+    if T <= block:
+        return attend(q, positions).reshape(B, T, N, H)
+
+    blocks = -(-T // block)
+    padding = blocks * block - T
+    q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0), (0, 0)))
+    positions = jnp.pad(positions, ((0, 0), (0, padding)))
+    q = jnp.moveaxis(q.reshape(B, blocks, block, *q.shape[2:]), 1, 0)  # [blocks, B, block, G, R, H]
+    positions = jnp.moveaxis(positions.reshape(B, blocks, block), 1, 0)
+    out = lax.map(lambda part: attend(*part), (q, positions))
+    return jnp.moveaxis(out, 0, 1).reshape(B, blocks * block, N, H)[:, :T]
+
+
+class GroupedQueryAttention(nnx.Module):
+    """Projections, rope, cache write and attention of one layer.
+
+    Families that treat queries, keys and values between the projection and rope override `condition`.
+
+    Args:
+        layer: number of the layer in the KV cache.
+        window: sliding window in tokens, or None.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype,
+        *,
+        layer: int,
+        window: int | None,
+        std: float,
+        rngs: nnx.Rngs,
+    ):
+        self.qkv = Linear(features, (num_heads + 2 * num_kv_heads) * head_dim, dtype, std=std, rngs=rngs)
+        self.out = Linear(num_heads * head_dim, features, dtype, std=std, rngs=rngs)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.layer = layer
+        self.window = window
+
+    def condition(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """Hook between the head split and rope: q [B, T, N, H], k and v [B, T, G, H] -> the same shapes."""
+        return q, k, v
+
+    def __call__(self, x: Array, kv: PagedKV, call: AttentionCall) -> tuple[Array, PagedKV]:
+        """x [B, T, D] -> (output [B, T, D], kv with this layer's new keys and values written)."""
+        B, T, _ = x.shape
+        N, G, H = self.num_heads, self.num_kv_heads, self.head_dim
+        with jax.named_scope("qkv"):
+            heads = self.qkv(x).reshape(B, T, N + 2 * G, H)
+            q, k, v = self.condition(*jnp.split(heads, (N, N + G), axis=2))
+            q, k = apply_rope(q, call.cos, call.sin), apply_rope(k, call.cos, call.sin)
+        with jax.named_scope("kv_write"):
+            kv = kv.write(self.layer, k, v, call.positions, call.live)
+        with jax.named_scope("attention"):
+            scale = H**-0.5
+            if call.implementation == "cudnn":
+                out = fresh_attention(q, k, v, call.live, window=self.window, scale=scale, implementation="cudnn")
+            elif call.implementation == "xla":
+                out = paged_attention(q, kv, self.layer, call.positions, window=self.window, scale=scale)
+            else:
+                raise ValueError(f'attention implementation {call.implementation!r}: must be "xla" or "cudnn"')
+        with jax.named_scope("attention_out"):
+            return self.out(out.reshape(B, T, N * H)), kv

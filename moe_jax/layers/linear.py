@@ -1,0 +1,50 @@
+"""Matrix product with a weight in file orientation, and the token embedding."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+
+def matmul_precision(dtype) -> lax.Precision | None:
+    """Precision for products of `dtype`: float32 means float32 (GPUs would use TF32), narrower types need no care."""
+    return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+
+
+def project(x: Array, weight: Array) -> Array:
+    """x [..., in] times weight [out, in] transposed, accumulated and returned in float32: [..., out]."""
+    return lax.dot_general(
+        x,
+        weight,
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=matmul_precision(weight.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+class Linear(nnx.Module):
+    """y = x @ W.T without bias, W [out, in]; the result has x's dtype."""
+
+    def __init__(self, features_in: int, features_out: int, dtype, *, std: float, rngs: nnx.Rngs):
+        shape = (features_out, features_in)
+        self.weight = nnx.Param(nnx.initializers.normal(std)(rngs.params(), shape, dtype))
+
+    def __call__(self, x: Array) -> Array:
+        return project(x, self.weight[...]).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Token table [V, D]: lookup on the way in, logits on the way out when the head is tied."""
+
+    def __init__(self, vocab_size: int, features: int, dtype, *, std: float, rngs: nnx.Rngs):
+        self.weight = nnx.Param(nnx.initializers.normal(std)(rngs.params(), (vocab_size, features), dtype))
+
+    def __call__(self, tokens: Array) -> Array:
+        """tokens [...] int -> [..., D]. Ids are validated on the host before any work, so none is out of range."""
+        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+
+
+def silu_product(gate_up: Array) -> Array:
+    """SwiGLU's gate: silu(gate) * up for gate_up [..., 2F] whose first half is the gate; [..., F], same dtype."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up

@@ -1,0 +1,27 @@
+"""RMS normalisation."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x / sqrt(mean(x^2) + eps) over the last axis, in float32, cast to x's dtype and then scaled by `weight`.
+
+    The cast comes before the scale, as in the Hugging Face modules of Mixtral, Qwen3-MoE and OLMoE.
+    Formula: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+    wide = x.astype(jnp.float32)
+    inverse_rms = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * inverse_rms).astype(x.dtype) * weight
+
+
+class RMSNorm(nnx.Module):
+    """`rms_norm` with a weight [features] that starts at one."""
+
+    def __init__(self, features: int, dtype, *, eps: float):
+        self.weight = nnx.Param(jnp.ones((features,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        return rms_norm(x, self.weight[...], self.eps)

@@ -1,0 +1,50 @@
+"""Softmax top-k router: which experts serve a token, and with which weights."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from moe_jax.layers.linear import Linear
+
+
+def top_k(scores: Array, k: int) -> tuple[Array, Array]:
+    """The k largest scores of each row: values [T, k] descending and ids [T, k] int32; ties: the lower id first."""
+    values, ids = lax.top_k(scores, k)
+    return values, ids.astype(jnp.int32)
+
+
+class Router(nnx.Module):
+    """Softmax over all E experts in float32, then the K largest.
+
+    `normalize` divides the K weights by their sum. `weights_dtype` is the dtype of the returned weights: Mixtral keeps
+    float32 (its expert outputs are weighted in float32), Qwen3-MoE and OLMoE round to the compute dtype.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_experts: int,
+        k: int,
+        dtype,
+        *,
+        normalize: bool,
+        weights_dtype,
+        std: float,
+        rngs: nnx.Rngs,
+    ):
+        self.gate = Linear(features, num_experts, dtype, std=std, rngs=rngs)
+        self.k = k
+        self.normalize = normalize
+        self.weights_dtype = jnp.dtype(weights_dtype)
+
+    def __call__(self, x: Array) -> tuple[Array, Array, Array]:
+        """x [T, D] -> ids [T, K] int32 by descending weight, weights [T, K], scores [T, E] float32.
+
+        Logits are rounded to x's dtype before the softmax: near-ties then fall as they do in transformers.
+        """
+        scores = jax.nn.softmax(self.gate(x).astype(jnp.float32), axis=-1)
+        weights, ids = top_k(scores, self.k)
+        if self.normalize:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return ids, weights.astype(self.weights_dtype), scores

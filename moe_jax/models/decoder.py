@@ -1,0 +1,240 @@
+"""The pre-norm decoder that Mixtral, Qwen3-MoE and OLMoE share; a family overrides how its blocks are made."""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from moe_jax.engine.kv_cache import PagedKV
+from moe_jax.layers.attention import AttentionCall, GroupedQueryAttention, Implementation
+from moe_jax.layers.linear import Embedding, Linear, project
+from moe_jax.layers.mlp import GatedMLP
+from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.rope import rope_tables
+from moe_jax.layers.router import Router
+from moe_jax.models.config import DecoderConfig
+
+
+class Experts(Protocol):
+    """What serves the routed experts of a sparse layer; docs/architecture.md, "Model and experts"."""
+
+    def __call__(
+        self,
+        layer: int,
+        x: Array,
+        ids: Array,
+        weights: Array,
+        scores: Array,
+        live: Array,
+        token_ids: Array,
+        state: Any,
+    ) -> tuple[Array, Any]:
+        """x [B*T, D], ids and weights [B*T, K], scores [B*T, E], live and token_ids [B*T] -> (y [B*T, D], state)."""
+        ...
+
+
+Capture = dict[str, Array] | None
+
+
+def record(capture: Capture, name: str, value: Array) -> None:
+    """Keep an intermediate value under `name` if somebody asked for a capture."""
+    if capture is not None:
+        capture[name] = value
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm x), then x + feed-forward(norm x); the feed-forward is a dense MLP or routed experts.
+
+    Exactly one of `mlp` (dense) and `router` (sparse) is a module. `layer` counts all layers, `moe_layer`
+    the sparse ones.
+    """
+
+    def __init__(
+        self,
+        cfg: DecoderConfig,
+        dtype,
+        *,
+        layer: int,
+        attention: GroupedQueryAttention,
+        mlp: GatedMLP | None,
+        router: Router | None,
+        moe_layer: int | None,
+    ):
+        self.input_norm = RMSNorm(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
+        self.attn = attention
+        self.post_attention_norm = RMSNorm(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
+        self.mlp = mlp
+        self.router = router
+        self.layer = layer
+        self.moe_layer = moe_layer
+
+    def route(
+        self, x: Array, live: Array, tokens: Array, experts: Experts, state: Any, capture: Capture
+    ) -> tuple[Array, Any]:
+        """Sparse feed-forward of x [B, T, D]: (y [B, T, D], state)."""
+        B, T, D = x.shape
+        rows, live, tokens = x.reshape(B * T, D), live.reshape(B * T), tokens.reshape(B * T)
+        with jax.named_scope("router"):
+            ids, weights, scores = self.router(rows)
+        record(capture, f"router/{self.layer}/ids", ids)
+        record(capture, f"router/{self.layer}/weights", weights)
+        record(capture, f"router/{self.layer}/scores", scores)
+        with jax.named_scope("experts"):
+            y, state = experts(self.moe_layer, rows, ids, weights, scores, live, tokens, state)
+        return y.astype(x.dtype).reshape(B, T, D), state
+
+    def __call__(
+        self, x: Array, tokens: Array, kv: PagedKV, call: AttentionCall, experts: Experts, state: Any, capture: Capture
+    ) -> tuple[Array, PagedKV, Any]:
+        """x [B, T, D] -> (x [B, T, D], kv, state)."""
+        attended, kv = self.attn(self.input_norm(x), kv, call)
+        record(capture, f"attn/{self.layer}", attended)
+        x = x + attended
+        hidden = self.post_attention_norm(x)
+        if self.router is None:
+            with jax.named_scope("mlp"):
+                y = self.mlp(hidden)
+        else:
+            y, state = self.route(hidden, call.live, tokens, experts, state, capture)
+        record(capture, f"mlp/{self.layer}", y)
+        return x + y, kv, state
+
+
+class Decoder(nnx.Module):
+    """Embedding, decoder layers, final norm and head of a causal language model, without expert weights.
+
+    Parameter paths: `embed.weight`, `layers.N.{input_norm,post_attention_norm}.weight`,
+    `layers.N.attn.{qkv,out}.weight`, `layers.N.router.gate.weight` or `layers.N.mlp.{gate_up,down}.weight`,
+    `norm.weight`, and `lm_head.weight` unless the head is tied.
+
+    Args:
+        cfg: the family's config.
+        dtype: compute dtype and dtype of all parameters: float32, bfloat16 or float16.
+        rngs: source of the random initial weights (normal with std `initializer_range`).
+    """
+
+    attention_class: type[GroupedQueryAttention] = GroupedQueryAttention
+    router_weights_dtype = None  # dtype of the router's weights; None: the compute dtype
+
+    def __init__(self, cfg: DecoderConfig, dtype, *, rngs: nnx.Rngs):
+        dtype = jnp.dtype(dtype)
+        if dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+            raise ValueError(f"dtype = {dtype}: must be float32, bfloat16 or float16")
+        self.cfg = cfg
+        self.dtype = dtype
+        std = cfg.initializer_range
+        self.embed = Embedding(cfg.vocab_size, cfg.hidden_size, dtype, std=std, rngs=rngs)
+        moe_number = {layer: index for index, layer in enumerate(cfg.moe_layers)}
+        # A dict with string keys, not a list: parameter paths are then plain strings everywhere.
+        self.layers = nnx.Dict(
+            {
+                str(layer): DecoderLayer(
+                    cfg,
+                    dtype,
+                    layer=layer,
+                    attention=self.make_attention(layer, rngs),
+                    mlp=None if layer in moe_number else self.make_mlp(rngs),
+                    router=self.make_router(rngs) if layer in moe_number else None,
+                    moe_layer=moe_number.get(layer),
+                )
+                for layer in range(cfg.num_hidden_layers)
+            }
+        )
+        self.norm = RMSNorm(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
+        self.lm_head = (
+            None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, dtype, std=std, rngs=rngs)
+        )
+
+    def make_attention(self, layer: int, rngs: nnx.Rngs) -> GroupedQueryAttention:
+        """Attention of decoder layer `layer`."""
+        cfg = self.cfg
+        return self.attention_class(
+            cfg.hidden_size,
+            cfg.num_attention_heads,
+            cfg.num_key_value_heads,
+            cfg.head_dim,
+            self.dtype,
+            layer=layer,
+            window=cfg.window,
+            std=cfg.initializer_range,
+            rngs=rngs,
+        )
+
+    def make_mlp(self, rngs: nnx.Rngs) -> GatedMLP:
+        """Feed-forward of a dense layer."""
+        cfg = self.cfg
+        return GatedMLP(cfg.hidden_size, cfg.intermediate_size, self.dtype, std=cfg.initializer_range, rngs=rngs)
+
+    def make_router(self, rngs: nnx.Rngs) -> Router:
+        """Router of a sparse layer."""
+        cfg = self.cfg
+        return Router(
+            cfg.hidden_size,
+            cfg.num_experts,
+            cfg.num_experts_per_tok,
+            self.dtype,
+            normalize=cfg.normalizes_router_weights,
+            weights_dtype=self.router_weights_dtype or self.dtype,
+            std=cfg.initializer_range,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        tokens: Array,
+        positions: Array,
+        live: Array,
+        kv: PagedKV,
+        experts: Experts,
+        state: Any,
+        *,
+        last_only: bool = False,
+        attention: Implementation = "xla",
+        capture: Capture = None,
+    ) -> tuple[Array, PagedKV, Any]:
+        """Run new tokens through the model.
+
+        Args:
+            tokens: [B, T] int32 ids.
+            positions: [B, T] int32, ascending by one over the live tokens of a row.
+            live: [B, T] bool; false marks padding, which comes after the live tokens of its row.
+            kv: cache whose page table covers the new positions.
+            experts: serves the routed experts; called once a sparse layer.
+            state: opaque value threaded through `experts`.
+            last_only: (static) return only the last live token of each row.
+            attention: (static) see `choose_implementation`.
+            capture: (static) a dict to fill with intermediate values: `hidden/i` (input of layer i; the last is the
+                normed output), `attn/i`, `mlp/i` [B, T, D] and `router/i/{ids,weights,scores}` [B*T, ...] by decoder
+                layer i. Needs last_only=False.
+
+        Returns:
+            (hidden after the final norm, [B, T, D] or [B, 1, D]; kv with the live tokens stored; state).
+        """
+        if capture is not None and last_only:
+            raise ValueError("capture needs all positions: call with last_only=False")
+
+        kv = kv.extend(live)
+        with jax.named_scope("embed"):
+            x = self.embed(tokens)
+            cos, sin = rope_tables(positions, self.cfg.head_dim, self.cfg.rope_theta, self.dtype)
+        call = AttentionCall(positions, live, cos, sin, attention)
+        for index, layer in self.layers.items():
+            record(capture, f"hidden/{index}", x)
+            with jax.named_scope(f"layer_{index}"):
+                x, kv, state = layer(x, tokens, kv, call, experts, state, capture)
+        if last_only:
+            # Position of the last live token; a row without one gives its first token, which nobody reads.
+            last = jnp.max(jnp.where(live, jnp.arange(live.shape[1]), 0), axis=1)  # [B]
+            x = jnp.take_along_axis(x, last[:, None, None], axis=1)  # [B, 1, D]
+        with jax.named_scope("final_norm"):
+            x = self.norm(x)
+        record(capture, f"hidden/{len(self.layers)}", x)
+        return x, kv, state
+
+    def logits(self, hidden: Array) -> Array:
+        """Vocabulary scores of hidden [..., D]: [..., V] float32."""
+        with jax.named_scope("lm_head"):
+            head = self.embed if self.lm_head is None else self.lm_head
+            return project(hidden, head.weight[...])

@@ -1,0 +1,77 @@
+"""Which family reads a config.json, and the abstract parameters of a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule
+from moe_jax.errors import CheckpointError
+from moe_jax.models.config import DecoderConfig
+from moe_jax.models.decoder import Decoder
+from moe_jax.models.mixtral.config import MixtralConfig
+from moe_jax.models.mixtral.modeling import MixtralForCausalLM
+from moe_jax.models.mixtral.params import WEIGHT_TABLE as MIXTRAL_TABLE
+from moe_jax.models.olmoe.config import OlmoeConfig
+from moe_jax.models.olmoe.modeling import OlmoeForCausalLM
+from moe_jax.models.olmoe.params import WEIGHT_TABLE as OLMOE_TABLE
+from moe_jax.models.qwen3_moe.config import Qwen3MoeConfig
+from moe_jax.models.qwen3_moe.modeling import Qwen3MoeForCausalLM
+from moe_jax.models.qwen3_moe.params import WEIGHT_TABLE as QWEN3_MOE_TABLE
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture: its `model_type` and class name in config.json, and our three parts."""
+
+    name: str
+    architecture: str
+    config_cls: type[DecoderConfig]
+    model_cls: type[Decoder]
+    weight_table: tuple[Rule | ExpertRule | Ignore, ...]
+
+
+FAMILIES = (
+    Family("mixtral", "MixtralForCausalLM", MixtralConfig, MixtralForCausalLM, MIXTRAL_TABLE),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeConfig, Qwen3MoeForCausalLM, QWEN3_MOE_TABLE),
+    Family("olmoe", "OlmoeForCausalLM", OlmoeConfig, OlmoeForCausalLM, OLMOE_TABLE),
+)
+
+
+def family_for(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json: by its `architectures`, or by `model_type` where that is absent.
+
+    Raises CheckpointError with the supported architectures if none fits.
+    """
+    architectures = config.get("architectures") or []
+    model_type = config.get("model_type")
+    for family in FAMILIES:
+        if family.architecture in architectures or (not architectures and family.name == model_type):
+            return family
+    supported = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES)
+    raise CheckpointError(
+        f"config.json: architectures = {architectures!r}, model_type = {model_type!r}: not supported; "
+        f"supported are {supported}"
+    )
+
+
+def abstract_params(cfg: DecoderConfig, dtype) -> tuple[nnx.GraphDef, dict]:
+    """Structure and parameters of the model of `cfg` without memory.
+
+    Returns:
+        (graphdef, params): nested dict with string keys, leaves `jax.ShapeDtypeStruct`. Fill the dict with arrays and
+        call `nnx.merge(graphdef, params)` inside the traced function.
+    """
+    model_cls = next(family.model_cls for family in FAMILIES if family.config_cls is type(cfg))
+    model = nnx.eval_shape(lambda: model_cls(cfg, dtype, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def targets(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the model of `cfg` by dotted path, e.g. `layers.0.attn.qkv.weight`."""
+    _, params = abstract_params(cfg, "float32")
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {".".join(str(key.key) for key in path): leaf.shape for path, leaf in leaves}
