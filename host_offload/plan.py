@@ -5,11 +5,11 @@ against the state at its start, every missing expert is written to a row that wa
 overwritten before its use), and evictions take effect at its end. Shape letters: L MoE layers, E experts a layer,
 rows = C slots + R spare rows. An expert's id is `layer * E + expert`.
 
-The rule: candidates are the residents in scope and the needed experts; the `capacity` of highest retention key stay, ties
-keep the lower id. The key is an integer image of the policy's float32 priority, so that NumPy and XLA on any device order
-alike, subnormals included. Under the contract `atomic-forced-admit` needed experts get keys above every priority, in
-the order in which they are processed. `_keep_traced` and `_dropped_ids` are the two ways to evaluate it: as array
-operations of fixed shape for a compiled program, and over the few candidates that exist for NumPy.
+The rule: candidates are the residents in scope and the needed experts; the `capacity` of highest retention key stay,
+ties keep the lower id. The key is an integer image of the policy's float32 priority, so that NumPy and XLA on any
+device order alike, subnormals included. Under the contract `atomic-forced-admit` needed experts get keys above every
+priority, in the order in which they are processed. `_keep_traced` and `_dropped_ids` are the two ways to evaluate it:
+as array operations of fixed shape for a compiled program, and over the few candidates that exist for NumPy.
 """
 
 from typing import Any, NamedTuple
@@ -30,9 +30,9 @@ PAIRWISE_LIMIT = 1024
 class Plan(NamedTuple):
     """The decision for one event; all arrays describe the state at its start.
 
-    `hit`, `miss`, `admit` (missed and kept), `bypass` (missed, used, not kept): [E] bool. `dest` [E] int32: the row that a
-    missing expert is written to, -1 for the others. `evict` [L*E] bool: residents that leave at the end of the event.
-    `n_evicted`: int32 scalar. `layer`: the layer of the event.
+    `hit`, `miss`, `admit` (missed and kept), `bypass` (missed, used, not kept): [E] bool. `dest` [E] int32: the row
+    that a missing expert is written to, -1 for the others. `evict` [L*E] bool: residents that leave at the end of the
+    event. `n_evicted`: int32 scalar. `layer`: the layer of the event.
     """
 
     layer: Any
@@ -54,23 +54,24 @@ def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_sc
         slot_of: [L, E] int32, the row of each resident expert, -1 if absent.
         owner: [rows] int32, the id in each row, -1 if free; the inverse of `slot_of`.
         priority: `priority(layer [n] int32, expert [n] int32, t) -> float32 [n]`, higher = keep, NaN = lowest;
-            `functools.partial(policy.priority, xp, state)`. Called at most once; not called by NumPy if all candidates fit.
+            `functools.partial(policy.priority, xp, state)`. Called at most once; not called by NumPy if all candidates
+            fit.
         layer: int or int32 scalar, static or traced.
         capacity: int or int32 scalar: slots of this layer, or of all layers when `global_scope`.
         global_scope: residents of all layers compete. A Python bool compiles for one scope, and `False` then looks at E
             candidates instead of L*E; a traced bool serves both scopes by one program.
-        forced_admit: the contract, a Python or traced bool. False, `atomic-bypass`: needed experts compete like residents.
-            True, `atomic-forced-admit`: all needed experts stay; if there are more than `capacity`, they are processed hits
-            first, then misses, each in ascending order, and the last `capacity` of them stay.
+        forced_admit: the contract, a Python or traced bool. False, `atomic-bypass`: needed experts compete like
+            residents. True, `atomic-forced-admit`: all needed experts stay; if there are more than `capacity`, they are
+            processed hits first, then misses, each in ascending order, and the last `capacity` of them stay.
         t: int32 scalar, the event clock, handed to `priority`.
 
     Returns:
         A `Plan`; the j-th missing expert in ascending order is written to the j-th lowest free row.
 
     Raises:
-        ValueError: wrong shapes or dtypes; under NumPy also too few free rows, a negative capacity, a layer out of range.
-            In a compiled program the caller promises `rows >= residents + misses`; a missing row shows as `dest == rows`,
-            which scatters of mode "drop" ignore.
+        ValueError: wrong shapes or dtypes; under NumPy also too few free rows, a negative capacity, a layer out of
+            range. In a compiled program the caller promises `rows >= residents + misses`; a missing row shows as `dest
+            == rows`, which scatters of mode "drop" ignore.
     """
     L, E = slot_of.shape
     if need.shape != (E,) or need.dtype != bool:
@@ -114,8 +115,8 @@ def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_sc
 def apply(xp, plan, slot_of, owner):
     """Returns `(slot_of, owner)` at the end of the event: evicted rows are free, admitted experts own their `dest` row.
 
-    Rows of bypassed experts stay free. Under NumPy both arrays are updated in place and returned; under jax.numpy new ones
-    are returned. Apply a plan once, and only to the state it was made from.
+    Rows of bypassed experts stay free. Under NumPy both arrays are updated in place and returned; under jax.numpy new
+    ones are returned. Apply a plan once, and only to the state it was made from.
     """
     L, E = slot_of.shape
     if xp is np:
@@ -160,11 +161,11 @@ def check_invariants(slot_of, owner):
         )
 
 
-# ------------------------------------------------------------------------------------------------------- the rule's parts
+# ----------------------------------------------------------------------------------------------------- the rule's parts
 
 
 def _retention_key(xp, priority):
-    """int32 [n] that orders as float32 `priority` [n] does: -0 equals +0, NaN is below -inf, subnormals are told apart."""
+    """int32 [n] that orders as float32 `priority` [n] does: -0 equals +0, NaN is below -inf."""
     bits = xp.asarray(priority, xp.float32).view(xp.int32)
     magnitude = bits & INT32_MAX
     key = xp.where(bits < 0, -magnitude, magnitude)
@@ -216,8 +217,8 @@ def _plan_numpy(need, slot_of, owner, priority, layer, capacity, global_scope, f
         free = np.flatnonzero(owner < 0)
         if free.size < missing.size:
             raise ValueError(
-                f"owner: layer {layer} misses {missing.size} experts but only {free.size} of {len(owner)} rows are free; "
-                "give at least as many spare rows as an event can miss"
+                f"owner: layer {layer} misses {missing.size} experts but only {free.size} of {len(owner)} rows are "
+                "free; give at least as many spare rows as an event can miss"
             )
         dest[missing] = free[: missing.size]
 

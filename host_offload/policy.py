@@ -1,8 +1,9 @@
 """Cache policies: which experts are worth a slot.
 
-A policy is a few pure functions on small arrays, written against an array namespace `xp` (`numpy` or `jax.numpy`) that the
-caller passes in, so that one policy object serves the jitted decode step, the host callback, the simulator and plain tests.
-Shape letters: L MoE layers, E experts a layer, n queried (layer, expert) pairs. `t = step * L + layer` is the event clock.
+A policy is a few pure functions on small arrays, written against an array namespace `xp` (`numpy` or `jax.numpy`) that
+the caller passes in, so that one policy object serves the jitted decode step, the host callback, the simulator and
+plain tests. Shape letters: L MoE layers, E experts a layer, n queried (layer, expert) pairs. `t = step * L + layer` is
+the event clock.
 
 Arrays of a policy's state are owned by that state: under NumPy `observe` and `reset` update them *in place* and return
 them; under jax.numpy they are immutable and new ones are returned. Use the returned state in both cases.
@@ -20,8 +21,8 @@ from host_offload.trace import Trace
 class Policy(abc.ABC):
     """The interface of a cache policy; subclass it, set `name`, and `register` the class.
 
-    `name` is the registry name. Policies that keep the very same statistics (equal `init`, `observe` and `reset`) may set
-    `shares` to a common word: a `PolicySet` then keeps and updates one copy for all of them.
+    `name` is the registry name. Policies that keep the very same statistics (equal `init`, `observe` and `reset`) may
+    set `shares` to a common word: a `PolicySet` then keeps and updates one copy for all of them.
     """
 
     name: str = ""
@@ -35,13 +36,13 @@ class Policy(abc.ABC):
     def observe(self, xp, state, layer, need, scores, t):
         """Records an event before it is planned and returns the new state.
 
-        `layer` int32 scalar; `need` [E] bool, the distinct experts of the event; `scores` [E] float32, the router's scores
-        summed over the event's rows, rounded through float16; `t` int32 scalar, the event clock.
+        `layer` int32 scalar; `need` [E] bool, the distinct experts of the event; `scores` [E] float32, the router's
+        scores summed over the event's rows, rounded through float16; `t` int32 scalar, the event clock.
         """
 
     @abc.abstractmethod
     def priority(self, xp, state, layer, expert, t):
-        """Returns float32 [n], higher = keep, for the pairs `layer` [n], `expert` [n] int32 at clock `t`; NaN is lowest."""
+        """Returns float32 [n], higher = keep, for the pairs `layer`, `expert` [n] int32 at clock `t`; NaN is lowest."""
 
     def reset(self, xp, state):
         """Returns the state at the start of a request; by default nothing is forgotten."""
@@ -56,7 +57,7 @@ def set_row(xp, array, layer, row):
     return array.at[layer].set(row)
 
 
-# ---------------------------------------------------------------------------------------------------------------- registry
+# ------------------------------------------------------------------------------------------------------------- registry
 
 _REGISTRY: dict[str, type[Policy] | Policy] = {}
 
@@ -64,8 +65,9 @@ _REGISTRY: dict[str, type[Policy] | Policy] = {}
 def register(policy, replace=False):
     """Makes a `Policy` subclass (built without arguments on demand) or instance available by its `name`; returns it.
 
-    Usable as a class decorator. Raises TypeError for anything else and ValueError for an empty name, or for a name that is
-    taken by a different policy unless `replace`; defining the same class again (a notebook cell run twice) replaces it.
+    Usable as a class decorator. Raises TypeError for anything else and ValueError for an empty name, or for a name that
+    is taken by a different policy unless `replace`; defining the same class again (a notebook cell run twice) replaces
+    it.
     """
     cls = policy if isinstance(policy, type) else type(policy)
     if not issubclass(cls, Policy):
@@ -113,14 +115,14 @@ def list_policies():
     return sorted(_REGISTRY)
 
 
-# --------------------------------------------------------------------------------------------------------------- built-ins
+# ------------------------------------------------------------------------------------------------------------ built-ins
 
 
 class AccessPolicy(Policy):
     """Base of policies that rank by how often and how lately an expert was needed.
 
-    State: `count` [L, E] int32, events that needed the expert since the last `reset`; `last` [L, E] int32, the clock of the
-    latest of all events that did (-1: never). Integers, because float32 counts stop growing at 2^24.
+    State: `count` [L, E] int32, events that needed the expert since the last `reset`; `last` [L, E] int32, the clock of
+    the latest of all events that did (-1: never). Integers, because float32 counts stop growing at 2^24.
     """
 
     shares = "access"
@@ -165,7 +167,8 @@ class LFU(AccessPolicy):
 
 @register
 class LFRU(AccessPolicy):
-    """Frequency over recency: priority = count / ((t - last) / L + 1), ages in steps (moe-cache-eval, arXiv 2608.07911).
+    """Frequency over recency: priority = count / ((t - last) / L + 1), ages in steps (moe-cache-eval, arXiv
+    2608.07911).
 
     Evaluated as count * L / (t - last + L): integers and one division, which rounds alike in NumPy and XLA.
     """
@@ -182,8 +185,8 @@ class LFRU(AccessPolicy):
 class StaticPin(Policy):
     """Pins the experts that a calibration run used most, and never learns: priority = frequency.
 
-    `frequency`: a non-negative [L, E] array, a `Trace`, or the path of a trace or of an `.npz` with an array `frequency`;
-    None pins the lowest expert ids of every layer.
+    `frequency`: a non-negative [L, E] array, a `Trace`, or the path of a trace or of an `.npz` with an array
+    `frequency`; None pins the lowest expert ids of every layer.
     """
 
     name = "static"
@@ -197,8 +200,8 @@ class StaticPin(Policy):
             frequency = np.asarray(frequency, np.float32)
             if frequency.ndim != 2 or not np.all(frequency >= 0) or not np.all(np.isfinite(frequency)):
                 raise ValueError(
-                    f"static policy: frequency must be a finite, non-negative [L, E] table, got shape {frequency.shape} "
-                    f"with values from {frequency.min(initial=np.inf)} to {frequency.max(initial=-np.inf)}"
+                    f"static policy: frequency must be a finite, non-negative [L, E] table, got shape "
+                    f"{frequency.shape} with values from {frequency.min(initial=np.inf)} to {frequency.max(initial=-np.inf)}"
                 )
         self.frequency = frequency
 
@@ -222,15 +225,15 @@ def _load_frequency(path):
     return Trace.load(path)
 
 
-# --------------------------------------------------------------------------------------------------------- several in one
+# ------------------------------------------------------------------------------------------------------- several in one
 
 
 class PolicySet(Policy):
     """Several policies as one, chosen by a value: one compiled program serves a sweep over policies.
 
-    State: `select`, an int32 scalar (traced under jax, the first member at the start), and the members' states by name (one
-    copy for members with the same `shares`). All members observe every event, so a change of `select` finds its member
-    with a full history.
+    State: `select`, an int32 scalar (traced under jax, the first member at the start), and the members' states by name
+    (one copy for members with the same `shares`). All members observe every event, so a change of `select` finds its
+    member with a full history.
     """
 
     name = "set"
@@ -252,7 +255,7 @@ class PolicySet(Policy):
         return {"select": xp.zeros((), xp.int32), **state}
 
     def with_selected(self, state, name):
-        """Returns `state` with the member `name` in charge; shapes, dtypes and placement stay, so nothing recompiles."""
+        """Returns `state` with the member `name` in charge; shapes, dtypes and devices stay, so nothing recompiles."""
         if name not in self.names:
             near = difflib.get_close_matches(str(name).lower(), self.names, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -171,7 +171,7 @@ class Trace:
 
     @classmethod
     def load(cls, path):
-        """Reads and validates a trace; raises FileNotFoundError, or TraceError naming the file, the field and the row."""
+        """Reads and validates a trace; raises FileNotFoundError, or TraceError naming file, field and row."""
         path = _npz_path(path)
         broken = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError)
         arrays = {}
@@ -201,7 +201,8 @@ class Trace:
         return trace
 
     def events(self, phase=None) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yields (step, layer, need): for each step in rising order and each layer, the distinct experts that its rows need.
+        """Yields (step, layer, need): for each step in rising order and each layer, the distinct experts that its rows
+        need.
 
         `need` int64 [n], rising, is the union over all requests in the step; `layer` counts MoE layers, 0..L-1. `phase`
         "prefill" or "decode" leaves out the rows of the other phase, None takes all.
@@ -235,8 +236,8 @@ class Trace:
 def concatenate(traces, header=None):
     """Joins runs of one model into one trace; requests and steps of later runs are numbered on.
 
-    The required header fields must agree; `header` states them for the whole when they do not (another policy, say), but
-    never layers, E or K. Either all traces hold scores or none. Raises TraceError.
+    The required header fields must agree; `header` states them for the whole when they do not (another policy, say),
+    but never layers, E or K. Either all traces hold scores or none. Raises TraceError.
     """
     traces = list(traces)
     if not traces:
