@@ -1,5 +1,18 @@
 """Checkpoints: safetensors reading, hub download, the map from file names to parameters, loading."""
 
-from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule
+from moe_jax.checkpoint.hub import resolve
+from moe_jax.checkpoint.loading import load_params
+from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule, WeightMap, map_checkpoint
+from moe_jax.checkpoint.reader import Checkpoint, TensorInfo
 
-__all__ = ["ExpertRule", "Ignore", "Rule"]
+__all__ = [
+    "Checkpoint",
+    "ExpertRule",
+    "Ignore",
+    "Rule",
+    "TensorInfo",
+    "WeightMap",
+    "load_params",
+    "map_checkpoint",
+    "resolve",
+]

@@ -10,7 +10,15 @@ model and reports all that does not fit in one error.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moe_jax.checkpoint.reader import Checkpoint, listed, raise_problems
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -18,8 +26,8 @@ class Rule:
     """A dense tensor of the file fills a parameter, or one part of it.
 
     `pattern`: regular expression over file names (full match); `target`: dotted path in the parameter tree, a template
-    in which `\\1`, `\\2`, ... stand for the pattern's groups, e.g. `r"layers.\\1.attn.qkv"`; `part = (i, n)`: the target is the
-    concatenation along axis 0 of n file tensors, this one is the i-th (from 0). Several rules may name one target.
+    in which `\\1`, `\\2`, ... stand for the pattern's groups, e.g. `r"layers.\\1.attn.qkv"`; `part = (i, n)`: the
+    target is the concatenation along axis 0 of n file tensors, this one is the i-th (from 0).
     """
 
     pattern: str
@@ -35,9 +43,9 @@ class Rule:
 class ExpertRule:
     """An expert tensor of the file fills the row tensor `tensor` ("gate_up", "down"), or one part of it.
 
-    Group 1 of `pattern` is the decoder layer's number, group 2 the expert's. With `stacked=True` there is no group 2: the
-    tensor's first axis is the expert, `[E, ...]`. `part = (i, n)`: each row tensor is the concatenation along its axis 0
-    of n parts, this one is the i-th (from 0), e.g. the gate is `(0, 2)` and the up projection `(1, 2)` of "gate_up".
+    Group 1 of `pattern` is the decoder layer's number, group 2 the expert's. With `stacked=True` there is no group 2:
+    the tensor's first axis is the expert, `[E, ...]`. `part = (i, n)`: each row tensor is the concatenation along its
+    axis 0 of n parts, this one is the i-th (from 0): the gate is `(0, 2)`, the up projection `(1, 2)` of "gate_up".
     """
 
     pattern: str
@@ -69,3 +77,231 @@ class Ignore:
 def _check_part(part: tuple[int, int] | None, rule: object) -> None:
     if part is not None and not 0 <= part[0] < part[1]:
         raise ValueError(f"{rule}: part must be (i, n) with 0 <= i < n")
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """Where each parameter and each expert row lies in the files; `map_checkpoint` builds it, complete and checked.
+
+    `params[path]`: names of the file tensors whose concatenation along axis 0 is the parameter.
+    `expert_sources[tensor][i][e]`: the parts, in order, of that row tensor of expert `e` of MoE layer `i`, each
+    `(file tensor, None)` or `(stacked file tensor, e)`: the structure `host_offload.store.ExpertStore` reads.
+    `expert_shapes[tensor]`: shape of a row tensor. `ignored[name]`: why a file tensor is not used.
+    """
+
+    params: Mapping[str, tuple[str, ...]]
+    expert_sources: Mapping[str, Sequence[Sequence[tuple[tuple[str, int | None], ...]]]]
+    expert_shapes: Mapping[str, Shape]
+    ignored: Mapping[str, str] = field(default_factory=dict)
+
+
+def map_checkpoint(
+    checkpoint: Checkpoint,
+    table: Sequence[Rule | ExpertRule | Ignore],
+    *,
+    targets: Mapping[str, Shape],
+    expert_tensors: Mapping[str, Shape],
+    moe_layers: Sequence[int],
+    num_experts: int,
+    tied: Iterable[tuple[str, str]] = (),
+) -> WeightMap:
+    """Maps every tensor of `checkpoint` by `table`, and checks that all targets are filled once with the right shape.
+
+    Args:
+        targets: dotted path -> shape of each dense parameter.
+        expert_tensors: name -> shape of the tensors of one expert row.
+        moe_layers: the decoder layer's number of each MoE layer, in order.
+        num_experts: E.
+        tied: pairs (path, twin): `path` is no parameter since it shares the weights of the parameter `twin` (a tied
+            output head). Files usually leave such a tensor out; one that is there must hold the twin's values. A pair
+            whose `path` is in `targets` (an untied model) has no effect.
+
+    Raises `CheckpointError` listing all tensors without a place, all targets filled twice, not at all or in part, and
+    all wrong shapes, in one message.
+    """
+    tied = dict(tied)
+    if lost := [twin for path, twin in tied.items() if path not in targets and twin not in targets]:
+        raise ValueError(f"tied: {listed(lost)} is not among the targets")
+    problems: list[str] = []
+    dense, experts, ignored, unmapped = _match_names(checkpoint.names(), table, problems)
+    duplicates = {path: dense.pop(path) for path in tied if path not in targets and path in dense}
+    nowhere = {path: files for path, files in dense.items() if path not in targets}
+    unmapped += sorted(name for files in nowhere.values() for name, _ in files)
+    params = _assemble_params(checkpoint, dense, targets, problems)
+    sources = _assemble_experts(checkpoint, experts, expert_tensors, list(moe_layers), num_experts, unmapped, problems)
+    if unmapped:
+        what = f"{_count(unmapped, 'tensor')} of the file with no place in the model that config.json describes"
+        problems.append(f"{what}: {listed(unmapped)}")
+    if not problems:
+        _check_tied(checkpoint, duplicates, tied, params, problems)
+    raise_problems(checkpoint.directory, problems)
+    ignored |= {name: f"tied: same as {tied[path]}" for path, files in duplicates.items() for name, _ in files}
+    return WeightMap(params, sources, {name: tuple(shape) for name, shape in expert_tensors.items()}, ignored)
+
+
+# One file tensor that claims a target: its name and which part of the target it is (None: all of it).
+_Claim = tuple[str, tuple[int, int] | None]
+
+
+def _match_names(names: Iterable[str], table: Sequence[Rule | ExpertRule | Ignore], problems: list[str]):
+    """Sorts the names of a file: dense claims by target path, expert matches, ignored names with reasons, the rest."""
+    ignores = [(re.compile(rule.pattern), rule) for rule in table if isinstance(rule, Ignore)]
+    rules = [(re.compile(rule.pattern), rule) for rule in table if not isinstance(rule, Ignore)]
+    dense: dict[str, list[_Claim]] = defaultdict(list)
+    experts: list[tuple[str, ExpertRule, re.Match]] = []
+    ignored: dict[str, str] = {}
+    unmapped: list[str] = []
+    for name in names:
+        why = next((rule.why for pattern, rule in ignores if pattern.fullmatch(name)), None)
+        if why is not None:
+            ignored[name] = why
+            continue
+        matches = [(rule, match) for pattern, rule in rules if (match := pattern.fullmatch(name))]
+        if len(matches) > 1:
+            patterns = ", ".join(repr(rule.pattern) for rule, _ in matches)
+            problems.append(
+                f"{name} matches {len(matches)} patterns of the weight table, {patterns}: make them disjoint"
+            )
+        elif not matches:
+            unmapped.append(name)
+        elif isinstance(matches[0][0], Rule):
+            rule, match = matches[0]
+            dense[match.expand(rule.target)].append((name, rule.part))
+        else:
+            experts.append((name, *matches[0]))
+    return dict(dense), experts, ignored, unmapped
+
+
+def _assemble_params(
+    checkpoint: Checkpoint, dense: Mapping[str, list[_Claim]], targets: Mapping[str, Shape], problems: list[str]
+) -> dict[str, tuple[str, ...]]:
+    params, missing = {}, []
+    for path, shape in targets.items():
+        claims = dense.get(path, [])
+        if not claims:
+            missing.append(path)
+            continue
+        fault, parts = _order_parts(claims)
+        if not fault:
+            fault = _wrong_shape([checkpoint.info(name).shape for name in parts], parts, tuple(shape))
+        if fault:
+            problems.append(f"{path}: {fault}")
+        params[path] = tuple(parts)
+    if missing:
+        problems.append(f"{_count(missing, 'parameter')} with no tensor in the file: {listed(missing)}")
+    return params
+
+
+def _assemble_experts(
+    checkpoint: Checkpoint,
+    experts: list[tuple[str, ExpertRule, re.Match]],
+    expert_tensors: Mapping[str, Shape],
+    moe_layers: list[int],
+    E: int,
+    unmapped: list[str],
+    problems: list[str],
+) -> dict[str, list[list[tuple[tuple[str, int | None], ...]]]]:
+    index = {layer: i for i, layer in enumerate(moe_layers)}
+    claims: dict[tuple[str, int, int], list[_Claim]] = defaultdict(list)
+    stacked: set[str] = set()
+    faults: dict[str, list[str]] = defaultdict(list)  # what is wrong -> where, so that a wrong E is one line, not L*E
+    for name, rule, match in experts:
+        layer = int(match[1])
+        if rule.tensor not in expert_tensors or layer not in index:
+            unmapped.append(name)
+            continue
+        if rule.stacked:
+            shape = checkpoint.info(name).shape
+            if shape[:1] != (E,):
+                faults[f"stacked experts of shape {list(shape)} where the first axis must be {E} experts"].append(name)
+            stacked.add(name)
+            members: Iterable[int] = range(E)
+        elif int(match[2]) < E:
+            members = (int(match[2]),)
+        else:
+            unmapped.append(name)
+            continue
+        for e in members:
+            claims[rule.tensor, index[layer], e].append((name, rule.part))
+
+    sources: dict[str, list[list[tuple[tuple[str, int | None], ...]]]] = {}
+    missing: list[str] = []
+    for tensor, shape in expert_tensors.items():
+        sources[tensor] = [[() for _ in range(E)] for _ in moe_layers]
+        for i, layer in enumerate(moe_layers):
+            for e in range(E):
+                where = f"{tensor} of expert {e} in decoder layer {layer}"
+                found = claims.get((tensor, i, e), [])
+                if not found:
+                    missing.append(where)
+                    continue
+                fault, parts = _order_parts(found)
+                if fault:
+                    problems.append(f"{where}: {fault}")
+                    continue
+                shapes = [checkpoint.info(name).shape[name in stacked :] for name in parts]
+                if _wrong_shape(shapes, parts, tuple(shape)):
+                    text = " + ".join(str(list(s)) for s in shapes)
+                    faults[f"{tensor} has shape {text} where the model has {list(shape)}"].append(parts[0])
+                sources[tensor][i][e] = tuple((name, e if name in stacked else None) for name in parts)
+    if missing:
+        problems.append(f"{_count(missing, 'expert tensor')} with no tensor in the file: {listed(missing)}")
+    problems += [f"{fault}: {listed(names)}" for fault, names in faults.items()]
+    return sources
+
+
+def _order_parts(claims: list[_Claim]) -> tuple[str, list[str]]:
+    """(what is wrong or "", names in the order of their parts) of the tensors that claim one target."""
+    names = [name for name, _ in claims]
+    if any(part is None for _, part in claims):
+        return (f"filled more than once, by {listed(names)}", names) if len(claims) > 1 else ("", names)
+    counts = {n for _, (_, n) in claims}
+    positions = [i for _, (i, _) in claims]
+    if len(counts) > 1 or len(set(positions)) < len(positions):
+        return f"filled more than once, by {listed(names)}", names
+    absent = [str(i) for i in range(counts.pop()) if i not in positions]
+    if absent:
+        return f"part {listed(absent)} (counted from 0) has no tensor in the file, which holds {listed(names)}", names
+    return "", [name for _, name in sorted(zip(positions, names, strict=True))]
+
+
+def _wrong_shape(shapes: Sequence[Shape], names: Sequence[str], wanted: Shape) -> str:
+    """What is wrong with the concatenation along axis 0 of tensors of these shapes, "" if it is `wanted`."""
+    if len(shapes) == 1:
+        fits = shapes[0] == wanted
+    else:
+        fits = all(len(s) > 0 and s[1:] == wanted[1:] for s in shapes) and sum(s[0] for s in shapes) == wanted[0]
+    if fits:
+        return ""
+    found = " + ".join(f"{name} {list(shape)}" for name, shape in zip(names, shapes, strict=True))
+    return f"has shape {list(wanted)} in the model, but the file has {found}"
+
+
+def _check_tied(
+    checkpoint: Checkpoint,
+    duplicates: Mapping[str, list[_Claim]],
+    twins: Mapping[str, str],
+    params: Mapping[str, tuple[str, ...]],
+    problems: list[str],
+) -> None:
+    for path, files in duplicates.items():
+        ours, theirs = [name for name, _ in files], params[twins[path]]
+        same = len(ours) == len(theirs) and all(
+            checkpoint.info(a) == checkpoint.info(b)
+            and np.array_equal(_raw(checkpoint.view(a)), _raw(checkpoint.view(b)))
+            for a, b in zip(ours, theirs, strict=True)
+        )
+        if not same:
+            problems.append(
+                f"{listed(ours)} differs from {listed(theirs)} though the config ties them: "
+                "set tie_word_embeddings to false in config.json or remove the tensor"
+            )
+
+
+def _raw(array: np.ndarray) -> np.ndarray:
+    """The bits of an array: compares NaN with NaN, and fast for dtypes NumPy has no loops for."""
+    return array.reshape(-1).view(np.dtype(f"u{array.dtype.itemsize}"))
+
+
+def _count(names: Sequence[str], noun: str) -> str:
+    return f"1 {noun}" if len(names) == 1 else f"{len(names)} {noun}s"

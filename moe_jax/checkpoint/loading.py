@@ -1,0 +1,93 @@
+"""Dense parameters from the files to the device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from moe_jax.checkpoint.mapping import WeightMap
+from moe_jax.checkpoint.reader import Checkpoint, listed, raise_problems
+
+
+def load_params(
+    checkpoint: Checkpoint, weight_map: WeightMap, abstract: Mapping[str, Any], *, progress: bool | None = None
+) -> dict[str, Any]:
+    """Reads all dense parameters onto the default device.
+
+    Args:
+        abstract: nested dict whose leaves have `.shape` and `.dtype` (`jax.ShapeDtypeStruct`); the keys joined by dots
+            are the paths of `weight_map.params`. Each leaf's dtype is what the parameter is cast to.
+        progress: shows a bar of bytes on stderr; None: only when stderr is a terminal.
+
+    Returns a nested dict like `abstract` of jax arrays. A parameter passes through at most one copy on the host, none
+    when it is one file tensor of the right dtype and the device is not the CPU.
+    Raises `CheckpointError` when `abstract` and `weight_map` do not name the same parameters, or when an integer tensor
+    would be cast to a floating parameter (packed weights of a quantised format) or the other way round.
+    """
+    leaves = dict(_leaves(abstract))
+    _check(checkpoint, weight_map, leaves)
+    if progress is None:
+        progress = sys.stderr.isatty()
+    arrays: dict[str, jax.Array] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not progress) as bar:
+        size = {path: sum(checkpoint.info(name).nbytes for name in weight_map.params[path]) for path in leaves}
+        task = bar.add_task("dense weights", total=sum(size.values()))
+        for path, leaf in leaves.items():
+            views = [checkpoint.view(name) for name in weight_map.params[path]]
+            # Waiting keeps one parameter at a time on the host and the bar truthful.
+            arrays[path] = jax.block_until_ready(_to_device(views, np.dtype(leaf.dtype)))
+            bar.advance(task, size[path])
+    return _nest(abstract, arrays)
+
+
+def _to_device(views: list[np.ndarray], dtype: np.dtype) -> jax.Array:
+    if len(views) == 1 and views[0].dtype == dtype:
+        # A CPU device would otherwise alias the mapped file for as long as the model lives.
+        return jax.device_put(views[0], may_alias=False)
+    if len(views) == 1:
+        return jnp.asarray(views[0].astype(dtype))
+    rows = sum(view.shape[0] for view in views)
+    whole = np.empty((rows, *views[0].shape[1:]), dtype)
+    np.concatenate(views, out=whole, casting="unsafe")
+    return jnp.asarray(whole)
+
+
+def _check(checkpoint: Checkpoint, weight_map: WeightMap, leaves: Mapping[str, Any]) -> None:
+    problems = []
+    if unknown := sorted(set(leaves) - set(weight_map.params)):
+        problems.append(f"the weight map lacks these parameters of the model: {listed(unknown)}")
+    if unused := sorted(set(weight_map.params) - set(leaves)):
+        problems.append(f"the weight map fills parameters that the model does not have: {listed(unused)}")
+    for path in leaves.keys() & weight_map.params.keys():
+        wanted = np.dtype(leaves[path].dtype)
+        for name in weight_map.params[path]:
+            dtype = checkpoint.info(name).dtype
+            if jnp.issubdtype(dtype, jnp.floating) != jnp.issubdtype(wanted, jnp.floating):
+                problems.append(
+                    f"{name} is {dtype} in the file, but {path} is {wanted}: this is a quantised format "
+                    "that the weight table does not know"
+                )
+    raise_problems(checkpoint.directory, problems)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _nest(tree: Mapping[str, Any], arrays: Mapping[str, jax.Array], prefix: str = "") -> dict[str, Any]:
+    return {
+        key: _nest(value, arrays, f"{prefix}{key}.") if isinstance(value, Mapping) else arrays[f"{prefix}{key}"]
+        for key, value in tree.items()
+    }
