@@ -1,0 +1,49 @@
+# make help lists the targets. Each one creates the environment it needs by itself (.ci/env).
+#
+#   EXTRAS       more extras of pyproject.toml for .venv, e.g. make demo EXTRAS=cuda13
+#   ARGS         more arguments for experiments/run_generate.py, e.g. make demo ARGS='--policy lfu'
+#   PYTEST_ARGS  more arguments for pytest, e.g. make test PYTEST_ARGS='tests/host_offload -x'
+
+PYTHON := .venv/bin/python
+ORACLE := .venv-oracle/bin/python
+EXTRAS ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: help env demo test quick lint format oracle clean distclean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: ## create or refresh .venv with what the tests need
+	@.ci/env .venv test $(EXTRAS)
+
+demo: ## stream text from the bundled model with a quarter of its experts cached
+	@.ci/env .venv $(EXTRAS)
+	@$(PYTHON) experiments/run_generate.py --cache-rate 0.25 $(ARGS)
+
+test: env ## run every test
+	$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+quick: env ## run the tests that are not marked slow
+	$(PYTHON) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+lint: env ## check style and formatting
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: env ## mend what ruff can mend
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+oracle: ## recompute the expected outputs with transformers and torch; fail on any difference
+	@.ci/env .venv-oracle oracle
+	$(ORACLE) tests/tiny_models.py --check
+	$(ORACLE) tests/sampling_oracle.py --check
+
+clean: ## remove caches and build products
+	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find moe_jax host_offload pallas_kernels experiments notebooks tests -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## also remove the environments
+	rm -rf .venv .venv-oracle
