@@ -1,0 +1,53 @@
+"""The one place that imports Pallas.
+
+The kernels are written in the Pallas-Triton dialect: it runs on every NVIDIA card and has a fast interpreter on CPU. jax 0.11 marks
+the dialect deprecated and warns at each lowering; the warning is silenced here once, so that a move to another
+dialect touches this file and the `kernel.py` files only.
+"""
+
+import functools
+import warnings
+
+import jax
+from jax.experimental import pallas as pl
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from jax.experimental.pallas import triton as pltriton
+
+warnings.filterwarnings("ignore", message=".*Pallas.*Triton.*", category=DeprecationWarning)
+
+__all__ = ["call", "cdiv", "divisor_block", "kernels_run_compiled", "load", "next_power_of_2", "pl", "pltriton", "store"]
+
+cdiv = pl.cdiv
+load = pltriton.load
+store = pltriton.store
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two >= n (n >= 1)."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def divisor_block(size: int, largest: int) -> int:
+    """Largest power of two that divides `size`, at most `largest`: tile widths that need no mask."""
+    return min(size & -size, largest)
+
+
+@functools.cache
+def kernels_run_compiled() -> bool:
+    """True when the default backend compiles Pallas-Triton kernels (an NVIDIA GPU)."""
+    return jax.default_backend() == "gpu"
+
+
+def call(kernel, *, grid, out_shape, num_warps, num_stages, name, input_output_aliases=None, interpret=False):
+    """`pl.pallas_call` with every operand in place (no block specs) and explicit Triton parameters."""
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=out_shape,
+        input_output_aliases=input_output_aliases or {},
+        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+        name=name,
+    )

@@ -1,0 +1,176 @@
+"""Decode kernels of the expert FFN: few tokens, each distinct expert read once, missing rows read straight from pinned host memory.
+
+Two kernels, because the down projection needs the whole hidden vector of an expert:
+
+* `gate_up`: program (u, j) computes BF columns of h[u] = silu(x gate^T) * (x up^T) for distinct expert u.
+* `down`: program (u, j) computes BO columns of y[u] = h[u] down^T.
+
+A program whose expert is resident streams its tile from the bank. Otherwise it streams the tile from the pool
+(`pinned_host`, over the link), uses it, and deposits it in the bank in the same pass unless the policy bypasses the expert. The arithmetic is the
+same either way, so the result does not depend on what was resident, bit for bit.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._compat import call, divisor_block, load, pl, pltriton, store
+
+
+def _project(x_ref, x_row, w_ref, row, outs, n_in, *, block_in, batch, deposit_ref=None, deposit_row=None, deposit=None):
+    """x @ w[row, start:start+width].T for each (start, width) of `outs`, fp32; optionally copies the tiles to `deposit_ref`.
+
+    x_ref [.., batch, n_in] (or [.., n_in] when batch == 1, indexed by `x_row` if not None), w_ref [rows, n_out, n_in].
+    Returns a list of [width] (batch == 1) or [batch, width] arrays.
+    """
+    single = batch == 1
+    steps = n_in // block_in
+
+    def tile(i, accs):
+        cols = pl.ds(i * block_in, block_in)
+        index = (cols,) if single else (pl.ds(0, batch), cols)
+        x = load(x_ref.at[index if x_row is None else (x_row, *index)])
+        new = []
+        for (start, width), acc in zip(outs, accs, strict=True):
+            w = load(w_ref.at[row, pl.ds(start, width), cols])
+            if deposit_ref is not None:
+                store(deposit_ref.at[deposit_row, pl.ds(start, width), cols], w, mask=jnp.broadcast_to(deposit, w.shape))
+            if single:
+                new.append(acc + w.astype(jnp.float32) * x.astype(jnp.float32)[None, :])
+            else:
+                new.append(acc + pltriton.dot(x, w.astype(x.dtype), trans_b=True, allow_tf32=False))
+        return new
+
+    shape = (lambda width: (width, block_in)) if single else (lambda width: (batch, width))
+    accs = [jnp.zeros(shape(width), jnp.float32) for _, width in outs]
+    accs = [*accs] if steps else accs
+    accs = jax.lax.fori_loop(0, steps, tile, accs) if steps > 1 else tile(0, accs)
+    return [jnp.sum(acc, axis=1) for acc in accs] if single else accs
+
+
+def _from_row(row_ref, src_ref, deposit_ref, u, bank_ref, pool_ref, bank_out_ref, use):
+    """Calls `use(weights, row, deposit target...)` with the bank row of a resident expert or the pool row of a missing one."""
+    row = row_ref[u]
+    if pool_ref is None:
+        use(bank_ref, row)
+        return
+    src = src_ref[u]
+
+    @pl.when(src < 0)
+    def _resident():
+        use(bank_ref, row)
+
+    @pl.when(src >= 0)
+    def _missing():
+        use(pool_ref, src, deposit_ref=bank_out_ref, deposit_row=row, deposit=deposit_ref[u] != 0)
+
+
+def _gate_up_kernel(*refs, batch, width, n_in, block_out, block_in, offload):
+    if offload:
+        x_ref, row_ref, src_ref, dep_ref, count_ref, bank_ref, pool_ref, h_ref, bank_out_ref = refs
+    else:
+        x_ref, row_ref, count_ref, bank_ref, h_ref = refs
+        src_ref = dep_ref = pool_ref = bank_out_ref = None
+    u, j = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(u < count_ref[0])
+    def _():
+        def use(weights, row, **deposit):
+            outs = [(j * block_out, block_out), (width + j * block_out, block_out)]
+            gate, up = _project(x_ref, None, weights, row, outs, n_in, block_in=block_in, batch=batch, **deposit)
+            h = (gate * jax.nn.sigmoid(gate) * up).astype(h_ref.dtype)
+            cols = pl.ds(j * block_out, block_out)
+            store(h_ref.at[u, cols] if batch == 1 else h_ref.at[u, pl.ds(0, batch), cols], h)
+
+        _from_row(row_ref, src_ref, dep_ref, u, bank_ref, pool_ref, bank_out_ref, use)
+
+
+def _down_kernel(*refs, batch, n_in, block_out, block_in, offload):
+    if offload:
+        h_ref, row_ref, src_ref, dep_ref, count_ref, bank_ref, pool_ref, y_ref, bank_out_ref = refs
+    else:
+        h_ref, row_ref, count_ref, bank_ref, y_ref = refs
+        src_ref = dep_ref = pool_ref = bank_out_ref = None
+    u, j = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(u < count_ref[0])
+    def _():
+        def use(weights, row, **deposit):
+            outs = [(j * block_out, block_out)]
+            (y,) = _project(h_ref, u, weights, row, outs, n_in, block_in=block_in, batch=batch, **deposit)
+            cols = pl.ds(j * block_out, block_out)
+            store(y_ref.at[u, cols] if batch == 1 else y_ref.at[u, pl.ds(0, batch), cols], y)
+
+        _from_row(row_ref, src_ref, dep_ref, u, bank_ref, pool_ref, bank_out_ref, use)
+
+
+def decode_tiles(width: int, model: int, batch: int) -> dict:
+    """Tile sizes and warps of the two kernels: divisors of the real widths, so that no tile needs a mask."""
+    least = 1 if batch == 1 else 16
+    return {
+        "gate_up": dict(block_out=max(least, divisor_block(width, 16)), block_in=divisor_block(model, 256), num_warps=4, num_stages=3),
+        "down": dict(block_out=max(least, divisor_block(model, 16)), block_in=divisor_block(width, 256), num_warps=4, num_stages=3),
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("distinct", "tiles", "interpret"))
+def _run(x, rows, src, deposit, count, banks, pool, *, distinct, tiles, interpret):
+    tiles = {name: dict(t) for name, t in tiles}
+    batch, model = x.shape
+    offload = pool is not None
+    padded = 1 if batch == 1 else max(16, 1 << (batch - 1).bit_length())
+    width = banks["down"].shape[2]
+    if batch == 1:
+        x_in, h_shape, y_shape = x[0], (distinct, width), (distinct, model)
+    else:
+        x_in = jnp.pad(x, ((0, padded - batch), (0, 0)))
+        h_shape, y_shape = (distinct, padded, width), (distinct, padded, model)
+
+    def launch(kernel, name, operand, out_shape, out_dtype, n_in, n_out, **static):
+        t = tiles[name]
+        bank = banks["gate_up" if name == "gate_up" else "down"]
+        out = [jax.ShapeDtypeStruct(out_shape, out_dtype)]
+        if offload:
+            args = (operand, rows, src, deposit, count, bank, pool["gate_up" if name == "gate_up" else "down"])
+            out.append(jax.ShapeDtypeStruct(bank.shape, bank.dtype))
+            aliases = {5: 1}
+        else:
+            args, aliases = (operand, rows, count, bank), {}
+        body = functools.partial(
+            kernel, batch=padded, n_in=n_in, block_out=t["block_out"], block_in=t["block_in"], offload=offload, **static
+        )
+        result = call(
+            body, grid=(distinct, n_out // t["block_out"]), out_shape=tuple(out), num_warps=t["num_warps"],
+            num_stages=t["num_stages"], name=f"expert_ffn_{name}", input_output_aliases=aliases, interpret=interpret,
+        )(*args)
+        return result if offload else (result[0], bank)
+
+    h, gate_up = launch(_gate_up_kernel, "gate_up", x_in, h_shape, x.dtype, model, width, width=width)
+    y, down = launch(_down_kernel, "down", h, y_shape, jnp.float32, width, model)
+    y = y[:, None, :] if batch == 1 else y[:, :batch]
+    return y, {"gate_up": gate_up, "down": down}
+
+
+def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, tiles=None, interpret=False):
+    """Expert FFN of a few tokens through slots: every distinct expert on every token.
+
+    Args:
+      x: [B, D] compute dtype.
+      rows: [>= U] i32, bank row of each distinct expert (for a missing one: the free row it is deposited in).
+      src: [>= U] i32, pool row of a missing expert, -1 for a resident one. Ignored when `pool` is None.
+      deposit: [>= U] i32, 1 to keep a missing expert in `rows`, 0 to bypass.
+      count: [1] i32, number of valid entries.
+      distinct: U, the static bound of `count`.
+      banks: {"gate_up": [R, 2F, D], "down": [R, D, F]}; donated by the caller, updated in place.
+      pool: {"gate_up": [E, 2F, D], "down": [E, D, F]} in pinned host memory, or None when all rows are resident.
+      tiles: overrides of `decode_tiles` (for the benchmarks).
+
+    Returns:
+      y [U, B, D] f32 (entries past `count` are undefined) and the banks.
+    """
+    chosen = decode_tiles(banks["down"].shape[2], x.shape[1], x.shape[0])
+    for name, over in (tiles or {}).items():
+        chosen[name] = {**chosen[name], **over}
+    static = tuple((name, tuple(sorted(t.items()))) for name, t in chosen.items())
+    return _run(x, rows, src, deposit, count, banks, pool, distinct=distinct, tiles=static, interpret=interpret)

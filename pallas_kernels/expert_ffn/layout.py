@@ -1,0 +1,36 @@
+"""Grouping of token-expert pairs into blocks of one expert each (plain XLA; runs inside the jitted step)."""
+
+import jax.numpy as jnp
+
+
+def group_pairs(ids, live, position_of_expert, positions: int, block_rows: int):
+    """Sorts live (token, k) pairs by their expert's processing position and pads each expert to whole blocks.
+
+    Args:
+      ids: [T, K] i32 expert of each pair; live: [T] bool.
+      position_of_expert: [E] i32 processing position of each needed expert.
+      positions: static number of positions.
+      block_rows: BM, rows a block.
+
+    Returns a dict:
+      token, pair: [blocks*BM] i32, the token and the pair t*K+k in each padded row (token 0 and pair -1 on padding);
+      block_position: [blocks] i32 (positions on unused blocks); block_end: [positions] i32, first block after each position.
+    """
+    tokens, k = ids.shape
+    pairs = tokens * k
+    experts = position_of_expert.shape[0]
+    blocks = -(-pairs // block_rows) + min(experts, pairs)
+    position = jnp.where(jnp.repeat(live, k), position_of_expert[ids.reshape(-1)], positions)
+    order = jnp.argsort(position, stable=True).astype(jnp.int32)
+    position = position[order]
+    bounds = jnp.searchsorted(position, jnp.arange(positions + 1, dtype=jnp.int32), side="left").astype(jnp.int32)
+    count = bounds[1:] - bounds[:-1]
+    block_count = -(-count // block_rows)
+    block_end = jnp.cumsum(block_count).astype(jnp.int32)
+    block_start = block_end - block_count
+    real = jnp.minimum(position, positions - 1)
+    row = block_start[real] * block_rows + jnp.arange(pairs, dtype=jnp.int32) - bounds[real]
+    row = jnp.where(position < positions, row, blocks * block_rows)
+    pair = jnp.full(blocks * block_rows, -1, jnp.int32).at[row].set(order, mode="drop")
+    block_position = jnp.searchsorted(block_end, jnp.arange(blocks, dtype=jnp.int32), side="right").astype(jnp.int32)
+    return {"token": jnp.maximum(pair, 0) // k, "pair": pair, "block_position": block_position, "block_end": block_end}

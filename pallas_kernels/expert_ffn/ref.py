@@ -1,0 +1,71 @@
+"""Expert FFN in plain jax.numpy: the reference of the kernels, and the path of platforms without Pallas-Triton (CPU)."""
+
+import jax
+import jax.numpy as jnp
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def _ffn(x, gate_up, down):
+    """silu(x gate^T) * (x up^T) down^T: x [M, D], gate_up [2F, D], down [D, F] -> [M, D] f32."""
+    gate, up = jnp.split(_matmul_t(x, gate_up), 2, axis=-1)
+    h = (gate * jax.nn.sigmoid(gate) * up).astype(x.dtype)
+    return _matmul_t(h, down)
+
+
+def _matmul_t(x, w):
+    return jax.lax.dot_general(
+        x, w.astype(x.dtype), (((1,), (1,)), ((), ())), precision=_HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def fetch_rows(rows, src, first, last, banks, pool):
+    """Moves the missing experts among entries first:last (src >= 0) from the pool (host memory space) into their bank rows.
+
+    One row at a time by slice, then move, then an in-place update: the only form that is safe on a pinned_host operand.
+    """
+    index = jnp.arange(src.shape[0], dtype=jnp.int32)
+    wanted = (src >= 0) & (index >= first) & (index < last)
+    order = jnp.argsort(~wanted, stable=True)
+
+    def move(i, banks):
+        at = order[i]
+        new = {}
+        for name, bank in banks.items():
+            row = jax.lax.dynamic_index_in_dim(pool[name], src[at], keepdims=False)
+            row = jax.device_put(row, jax.memory.Space.Device)
+            new[name] = jax.lax.dynamic_update_index_in_dim(bank, row, rows[at], 0)
+        return new
+
+    return jax.lax.fori_loop(0, jnp.sum(wanted), move, banks)
+
+
+def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct):
+    """As `pallas_kernels.expert_ffn.decode.expert_ffn_decode`; a bypassed expert passes through its (free) bank row."""
+    del deposit
+    if pool is not None:
+        banks = fetch_rows(rows, src, 0, count[0], banks, pool)
+
+    def expert(u, y):
+        weights = {name: jax.lax.dynamic_index_in_dim(bank, rows[u], keepdims=False) for name, bank in banks.items()}
+        return jax.lax.dynamic_update_index_in_dim(y, _ffn(x, weights["gate_up"], weights["down"]), u, 0)
+
+    y = jnp.zeros((distinct, *x.shape), jnp.float32)
+    return jax.lax.fori_loop(0, count[0], expert, y), banks
+
+
+def expert_ffn_round(x, y, layout, span, banks, pool, *, block_rows):
+    """As `pallas_kernels.expert_ffn.grouped.expert_ffn_round`."""
+
+    def block(b, y):
+        rows = jax.lax.dynamic_slice_in_dim(layout["token"], b * block_rows, block_rows)
+        pair = jax.lax.dynamic_slice_in_dim(layout["pair"], b * block_rows, block_rows)
+        row = layout["block_row"][b]
+        weights = {name: jax.lax.dynamic_index_in_dim(bank, row, keepdims=False) for name, bank in banks.items()}
+        out = _ffn(x[rows], weights["gate_up"], weights["down"]).astype(y.dtype)
+        return y.at[jnp.where(pair >= 0, pair, y.shape[0])].set(out, mode="drop")
+
+    y = jax.lax.fori_loop(span[0], span[1], block, y)
+    if pool is not None:
+        banks = fetch_rows(layout["pos_row"], layout["pos_src"], span[2], span[3], banks, pool)
+    return y, banks
