@@ -1,0 +1,1 @@
+"""What `generate` means: inputs, sampling, stopping and text, apart from any engine."""
