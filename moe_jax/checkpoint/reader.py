@@ -252,7 +252,7 @@ def _read_shard(path: Path, entries: dict[str, _Entry], problems: list[str]) -> 
             tensors = json.loads(header)
             if not isinstance(tensors, dict):
                 raise ValueError(f"a {type(tensors).__name__} instead of an object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.append(f"{path.name}: its header is not JSON ({error}): fetch it again")
             return
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
