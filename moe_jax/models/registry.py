@@ -24,13 +24,17 @@ from moe_jax.models.qwen3_moe.params import WEIGHT_TABLE as QWEN3_MOE_TABLE
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: its `model_type` and class name in config.json, and our three parts."""
+    """One architecture: its `model_type` and class name in config.json, and our three parts.
+
+    `tied` pairs a path that is absent from a model with a tied head with the parameter whose weights it shares.
+    """
 
     name: str
     architecture: str
     config_cls: type[DecoderConfig]
     model_cls: type[Decoder]
     weight_table: tuple[Rule | ExpertRule | Ignore, ...]
+    tied: tuple[tuple[str, str], ...] = (("lm_head.weight", "embed.weight"),)
 
 
 FAMILIES = (

@@ -1,0 +1,118 @@
+"""A tiny checkpoint as parameters, a dense reference for its experts, and jitted calls of its model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_jax.checkpoint.loading import load_params
+from moe_jax.checkpoint.mapping import map_checkpoint
+from moe_jax.checkpoint.reader import Checkpoint
+from moe_jax.engine.kv_cache import PageAllocator, PagedKV
+from moe_jax.models.config import DecoderConfig
+from moe_jax.models.registry import abstract_params, family_for, targets
+
+
+def dense_experts(slabs: dict[str, list[jax.Array]]) -> Callable:
+    """The `experts` callable that runs every expert on every row: slow, obvious, the reference of these tests.
+
+    Its state counts the calls, which shows that the model threads it through.
+    """
+
+    def experts(layer, x, ids, weights, scores, live, token_ids, state):
+        gate_up, down = slabs["gate_up"][layer].astype(x.dtype), slabs["down"][layer].astype(x.dtype)
+        gate, up = jnp.split(jnp.einsum("td,efd->tef", x, gate_up), 2, axis=-1)
+        outputs = jnp.einsum("tef,edf->ted", jax.nn.silu(gate) * up, down)  # [T, E, D]
+        chosen = jnp.take_along_axis(outputs, ids[:, :, None], axis=1)  # [T, K, D]
+        return jnp.sum(chosen * weights[:, :, None], axis=1), state + 1
+
+    return experts
+
+
+@dataclass
+class TinyModel:
+    """A loaded tiny checkpoint in float32."""
+
+    cfg: DecoderConfig
+    graphdef: nnx.GraphDef
+    params: dict
+    slabs: dict[str, list[jax.Array]]
+
+    def cache(self, lengths: list[int], page_size: int = 4) -> PagedKV:
+        """An empty cache for sequences of up to `lengths` tokens whose pages lie out of order in the pool."""
+        B, pages = len(lengths), -(-max(lengths) // page_size)
+        allocator = PageAllocator(B * pages + 1)
+        order = np.random.default_rng(0).permutation(allocator.alloc(B * pages)).reshape(B, pages)
+        kv = PagedKV.create(self.cfg, B * pages + 1, page_size, B, pages, jnp.float32)
+        return PagedKV(kv.k, kv.v, jnp.asarray(order, jnp.int32), kv.lengths)
+
+    def apply(self, params, slabs, tokens, positions, live, kv, *, capture: bool = False, last_only: bool = False):
+        """(logits, kv, state, captured values) of one call; traceable."""
+        model = nnx.merge(self.graphdef, params)
+        seen: dict[str, Any] | None = {} if capture else None
+        hidden, kv, state = model(
+            tokens,
+            positions,
+            live,
+            kv,
+            dense_experts(slabs),
+            jnp.int32(0),
+            last_only=last_only,
+            capture=seen,
+        )
+        return model.logits(hidden), kv, state, seen
+
+    @cached_property
+    def jitted(self) -> Callable:
+        """`apply` compiled, with the cache donated."""
+        return jax.jit(self.apply, static_argnames=("capture", "last_only"), donate_argnums=5)
+
+    def __call__(self, tokens: np.ndarray, positions: np.ndarray, live: np.ndarray, kv: PagedKV, **static):
+        arrays = (jnp.asarray(tokens, jnp.int32), jnp.asarray(positions, jnp.int32), jnp.asarray(live, bool))
+        return self.jitted(self.params, self.slabs, *arrays, kv, **static)
+
+
+@pytest.fixture(scope="session")
+def load_tiny(tiny) -> Callable[[str], TinyModel]:
+    """`load_tiny(name)` is that tiny checkpoint through the family's weight table; loaded once a session."""
+    loaded: dict[str, TinyModel] = {}
+
+    def load(name: str) -> TinyModel:
+        if name not in loaded:
+            with Checkpoint.open(tiny(name)) as checkpoint:
+                family = family_for(checkpoint.config)
+                cfg = family.config_cls.from_hf(checkpoint.config)
+                weight_map = map_checkpoint(
+                    checkpoint,
+                    family.weight_table,
+                    targets=targets(cfg),
+                    expert_tensors=cfg.expert_row_shapes(),
+                    moe_layers=cfg.moe_layers,
+                    num_experts=cfg.num_experts,
+                    tied=family.tied,
+                )
+                graphdef, abstract = abstract_params(cfg, jnp.float32)
+                params = load_params(checkpoint, weight_map, abstract, progress=False)
+
+                def part(source: tuple[str, int | None]) -> np.ndarray:
+                    file_tensor, expert = source
+                    view = checkpoint.view(file_tensor)
+                    return (view if expert is None else view[expert]).astype(np.float32)
+
+                slabs = {
+                    tensor: [
+                        jnp.asarray(np.stack([np.concatenate([part(p) for p in parts]) for parts in layer]))
+                        for layer in layers
+                    ]
+                    for tensor, layers in weight_map.expert_sources.items()
+                }
+            loaded[name] = TinyModel(cfg, graphdef, params, slabs)
+        return loaded[name]
+
+    return load

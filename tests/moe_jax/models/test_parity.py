@@ -1,0 +1,147 @@
+"""The three families against transformers (float32, eager), module by module and through the paged cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+NAMES = ("mixtral", "mixtral_swa_tied", "mixtral_bf16_sharded", "mixtral_v5keys", "qwen3_moe", "olmoe")
+TOLERANCE = 1e-4  # logits have a standard deviation of about 2.5
+
+
+def close(actual, wanted, what: str) -> None:
+    difference = np.max(np.abs(np.asarray(actual, np.float64) - np.asarray(wanted, np.float64)))
+    assert difference <= TOLERANCE, f"{what}: differs by {difference:.2e}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_module_equals_transformers(name, load_tiny, expected):
+    tiny, want = load_tiny(name), expected(name)
+    ids = want["input_ids"]
+    T = ids.shape[1]
+    logits, kv, calls, seen = tiny(ids, np.arange(T)[None], np.ones((1, T)), tiny.cache([T]), capture=True)
+
+    layers = tiny.cfg.num_hidden_layers
+    for i in range(layers + 1):
+        close(seen[f"hidden/{i}"], want[f"hidden/{i}"], f"hidden/{i}")
+    for i in range(layers):
+        close(seen[f"attn/{i}"], want[f"attn/{i}"], f"attn/{i}")
+        close(seen[f"mlp/{i}"], want[f"moe/{i}"], f"mlp/{i}")
+    sparse = [i for i in range(layers) if f"router/{i}/indices" in want]
+    assert list(tiny.cfg.moe_layers) == sparse
+    for i in sparse:
+        np.testing.assert_array_equal(seen[f"router/{i}/ids"], want[f"router/{i}/indices"])
+        close(seen[f"router/{i}/weights"], want[f"router/{i}/weights"], f"router/{i}/weights")
+        close(jnp.sum(seen[f"router/{i}/scores"], axis=-1), np.ones(T), f"router/{i}/scores")
+    close(logits, want["logits"], "logits")
+    assert logits.dtype == jnp.float32
+    assert int(calls) == len(sparse)
+    assert kv.lengths.tolist() == [T]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_decode_through_the_cache_equals_transformers(name, load_tiny, expected):
+    tiny, want = load_tiny(name), expected(name)
+    ids, steps = want["input_ids"], len(want["gen_ids"].ravel())
+    T = ids.shape[1]
+    logits, kv, _, _ = tiny(ids, np.arange(T)[None], np.ones((1, T)), tiny.cache([T + steps]), last_only=True)
+    assert logits.shape[:2] == (1, 1)
+    close(logits[0, 0], want["gen_logits"][0], "first step")
+
+    @jax.jit
+    def decode(params, slabs, logits, kv):
+        def step(carry):
+            i, logits, kv, all_logits, all_ids = carry
+            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # [B]
+            all_logits, all_ids = all_logits.at[i].set(logits[0]), all_ids.at[i].set(token[0])
+            logits, kv, _, _ = tiny.apply(
+                params, slabs, token[:, None], kv.lengths[:, None], jnp.ones((1, 1), bool), kv, last_only=True
+            )
+            return i + 1, logits[:, 0], kv, all_logits, all_ids
+
+        start = (0, logits, kv, jnp.zeros((steps, logits.shape[-1])), jnp.zeros(steps, jnp.int32))
+        return jax.lax.while_loop(lambda carry: carry[0] < steps, step, start)
+
+    _, _, kv, all_logits, all_ids = decode(tiny.params, tiny.slabs, logits[:, 0], kv)
+    np.testing.assert_array_equal(all_ids, want["gen_ids"].ravel())
+    close(all_logits, want["gen_logits"], "gen_logits")
+    assert kv.lengths.tolist() == [T + steps]
+
+
+@pytest.mark.parametrize("name", ("mixtral_swa_tied", "qwen3_moe", "olmoe"))
+def test_batch_of_unequal_prompts_equals_the_left_padded_batch(name, load_tiny, expected):
+    tiny, want = load_tiny(name), expected(name)
+    mask = want["batch_attention_mask"].astype(bool)
+    lengths = mask.sum(axis=1)
+    T = mask.shape[1]
+    live = np.arange(T)[None] < lengths[:, None]
+    tokens = np.zeros_like(want["batch_input_ids"])
+    for row in range(2):
+        tokens[row, : lengths[row]] = want["batch_input_ids"][row, mask[row]]
+    positions = np.broadcast_to(np.arange(T), live.shape)
+    logits, kv, _, _ = tiny(tokens, positions, live, tiny.cache([T, T]))
+    assert kv.lengths.tolist() == lengths.tolist()
+    for row in range(2):
+        close(logits[row, : lengths[row]], want["batch_logits"][row, mask[row]], f"row {row}")
+
+    last, _, _, _ = tiny(tokens, positions, live, tiny.cache([T, T]), last_only=True)
+    for row in range(2):
+        close(last[row, 0], want["batch_logits"][row, mask[row]][-1], f"last of row {row}")
+
+
+@pytest.mark.parametrize("name", ("mixtral_swa_tied", "qwen3_moe"))
+def test_prefill_in_padded_chunks_equals_one_pass(name, load_tiny, expected):
+    tiny, want = load_tiny(name), expected(name)
+    ids = want["input_ids"]
+    T, chunk = ids.shape[1], 7
+    kv = tiny.cache([T])
+    for start in range(0, T, chunk):
+        count = min(chunk, T - start)
+        tokens = np.zeros((1, chunk), np.int32)
+        tokens[:, :count] = ids[:, start : start + count]
+        live = np.arange(chunk)[None] < count
+        logits, kv, _, _ = tiny(tokens, start + np.arange(chunk)[None], live, kv)
+        close(logits[:, :count], want["logits"][:, start : start + count], f"chunk at {start}")
+    assert kv.lengths.tolist() == [T]
+
+
+def test_a_finished_row_changes_nothing_for_the_others(load_tiny, expected):
+    tiny, want = load_tiny("qwen3_moe"), expected("qwen3_moe")
+    ids = np.concatenate([want["input_ids"], want["input_ids"][:, ::-1]])
+    T = ids.shape[1]
+    positions = np.broadcast_to(np.arange(T), ids.shape)
+    _, kv, _, _ = tiny(ids, positions, np.ones((2, T)), tiny.cache([T + 1, T + 1]))
+    second_row = [np.asarray(pool)[np.asarray(kv.page_table[1])] for pool in kv.k]
+
+    token = want["gen_ids"].reshape(-1, 1)[:1]
+    step = np.concatenate([token, token])
+    logits, kv, _, _ = tiny(step, np.full((2, 1), T), np.array([[True], [False]]), kv)
+    close(logits[0, 0], want["gen_logits"][1], "live row")
+    assert kv.lengths.tolist() == [T + 1, T]
+    for before, pool in zip(second_row, kv.k, strict=True):
+        np.testing.assert_array_equal(before, np.asarray(pool)[np.asarray(kv.page_table[1])])
+
+
+@pytest.mark.parametrize("tokens", (1, 8), ids=("decode", "prefill"))
+def test_pools_are_updated_in_place(tokens, load_tiny):
+    tiny = load_tiny("qwen3_moe")
+    kv = tiny.cache([52])  # 14 pages: no other array of the step has the pool's shape
+    shape = ",".join(map(str, kv.k[0].shape))
+    arrays = (
+        jnp.zeros((1, tokens), jnp.int32),
+        jnp.arange(tokens, dtype=jnp.int32)[None],
+        jnp.ones((1, tokens), bool),
+    )
+    compiled = tiny.jitted.lower(tiny.params, tiny.slabs, *arrays, kv).compile()
+    text = compiled.as_text()
+    assert f"f32[{shape}]" in text
+    copies = [line.strip() for line in text.splitlines() if f"f32[{shape}]" in line and " copy(" in line]
+    assert not copies
+    assert compiled.memory_analysis().alias_size_in_bytes >= kv.bytes
+
+
+def test_capture_needs_all_positions(load_tiny, expected):
+    tiny, want = load_tiny("mixtral"), expected("mixtral")
+    ids = want["input_ids"][:, :4]
+    with pytest.raises(ValueError, match="last_only=False"):
+        tiny(ids, np.arange(4)[None], np.ones((1, 4)), tiny.cache([4]), capture=True, last_only=True)
