@@ -1,7 +1,7 @@
 """Settings and fixtures that the whole suite shares.
 
-JAX is configured here, before any test module imports it: the CPU backend only, dispatch that waits (a host callback that
-enters JAX again can otherwise deadlock), products in full fp32, and a compilation cache that does not outlive the run.
+JAX is configured here, before any test module imports it: the CPU backend only, dispatch that waits (a host callback
+that enters JAX again can otherwise deadlock), products in full fp32, and a compilation cache that ends with the run.
 """
 
 from __future__ import annotations

@@ -1,0 +1,167 @@
+"""The tiny checkpoints are what the recorded outputs were computed from, and the outputs agree with themselves."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import tiny_models
+from tiny_models import RECIPES
+
+NAMES = list(RECIPES)
+DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
+
+
+def read_tensors(directory) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint directory, read without the code under test."""
+    tensors = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        for name, entry in safetensors.deserialize(path.read_bytes()):
+            assert name not in tensors, f"{name} is in two files"
+            tensors[name] = np.frombuffer(entry["data"], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
+
+
+def fp32(tensors, name):
+    return tensors[name].astype(np.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_built_files_hold_the_weights_the_outputs_were_computed_from(name, tiny, expected):
+    tensors = read_tensors(tiny(name))
+    # If this fails while --check passes, NumPy draws other random numbers: run `tests/tiny_models.py --write`.
+    assert tiny_models.fingerprint(tensors) == expected(name)["weights_crc32"]
+    assert {array.dtype for array in tensors.values()} == {np.dtype(RECIPES[name].dtype)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_embedding_and_head_of_the_file_give_first_and_last_recorded_array(name, tiny, expected):
+    tensors, outputs = read_tensors(tiny(name)), expected(name)
+    embedding = fp32(tensors, "model.embed_tokens.weight")
+    tied = RECIPES[name].config["tie_word_embeddings"]
+    assert tied == ("lm_head.weight" not in tensors)
+    head = embedding if tied else fp32(tensors, "lm_head.weight")
+    last = max(int(key.split("/")[1]) for key in outputs if key.startswith("hidden/"))
+    assert last == RECIPES[name].config["num_hidden_layers"]
+    np.testing.assert_array_equal(outputs["hidden/0"], embedding[outputs["input_ids"]])
+    np.testing.assert_allclose(outputs[f"hidden/{last}"] @ head.T, outputs["logits"], atol=2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_arrays_agree_with_each_other(name, expected):
+    config, length, outputs = RECIPES[name].config, RECIPES[name].prompt_length, expected(name)
+    layers, chosen = config["num_hidden_layers"], config["num_experts_per_tok"]
+    assert outputs["logits"].shape == (1, length, config["vocab_size"])
+    assert outputs["batch_logits"].shape == (2, length, config["vocab_size"])
+    assert outputs["gen_ids"].shape == (1, tiny_models.NEW_TOKENS)
+    np.testing.assert_array_equal(outputs["gen_logits"].argmax(-1), outputs["gen_ids"][0])
+    np.testing.assert_allclose(outputs["gen_logits"][0], outputs["logits"][0, -1], atol=1e-4)
+    assert tiny_models.greedy_margin(outputs) >= tiny_models.MIN_MARGIN
+    for i in range(layers - 1):  # the last hidden state has been through the final norm
+        after = outputs[f"hidden/{i}"] + outputs[f"attn/{i}"] + outputs[f"moe/{i}"]
+        np.testing.assert_allclose(after, outputs[f"hidden/{i + 1}"], atol=1e-5)
+    for i in range(layers):
+        if f"router/{i}/weights" in outputs:
+            indices, weights = outputs[f"router/{i}/indices"], outputs[f"router/{i}/weights"]
+            assert indices.shape == weights.shape == (length, chosen)
+            assert (np.diff(weights) <= 0).all()
+            assert all(len(set(row)) == chosen for row in indices.tolist())
+            if config.get("norm_topk_prob", True):
+                np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-6)
+
+
+def test_qwen3_layers_are_sparse_by_step_and_not_by_list(expected):
+    sparse = {key.split("/")[1] for key in expected("qwen3_moe") if key.startswith("router/")}
+    assert sparse == {"1", "5"}
+
+
+def test_in_memory_names_hold_the_same_weights_stacked(tiny):
+    released, stacked = read_tensors(tiny("mixtral")), read_tensors(tiny("mixtral_v5keys"))
+    for layer in range(3):
+        block = f"model.layers.{layer}.block_sparse_moe.experts"
+        for e in range(8):
+            gate_up = np.concatenate([released[f"{block}.{e}.w1.weight"], released[f"{block}.{e}.w3.weight"]])
+            np.testing.assert_array_equal(stacked[f"model.layers.{layer}.mlp.experts.gate_up_proj"][e], gate_up)
+            np.testing.assert_array_equal(
+                stacked[f"model.layers.{layer}.mlp.experts.down_proj"][e], released[f"{block}.{e}.w2.weight"]
+            )
+
+
+def test_shards_are_listed_by_the_index_and_stay_under_the_limit(tiny):
+    directory = tiny("mixtral_bf16_sharded")
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    files = sorted(directory.glob("*.safetensors"))
+    assert len(files) > 2 and {f.name for f in files} == set(index["weight_map"].values())
+    assert set(index["weight_map"]) == set(read_tensors(directory))
+    assert index["metadata"]["total_size"] == sum(a.nbytes for a in read_tensors(directory).values())
+    header_allowance = 10_000
+    assert all(f.stat().st_size < RECIPES["mixtral_bf16_sharded"].shard_bytes + header_allowance for f in files)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_reads_the_config(name, tiny):
+    from transformers import AutoConfig
+
+    config, written = AutoConfig.from_pretrained(tiny(name)), RECIPES[name].config
+    assert config.model_type == written["model_type"]
+    assert config.num_local_experts == (written.get("num_experts") or written["num_local_experts"])
+    theta = written["rope_theta"] if "rope_theta" in written else written["rope_parameters"]["rope_theta"]
+    assert config.rope_parameters["rope_theta"] == theta
+
+
+def test_build_is_repeatable_and_needs_no_torch(tmp_path):
+    first, second = (tiny_models.build("mixtral_swa_tied", tmp_path / side) for side in "ab")
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes()
+    assert "torch" not in sys.modules
+
+
+def test_unknown_name_says_which_names_exist(tmp_path, capsys):
+    with pytest.raises(ValueError, match="mixtrl.*choose one of.*mixtral, "):
+        tiny_models.build("mixtrl", tmp_path)
+    with pytest.raises(SystemExit):
+        tiny_models.main(["--check", "mixtrl"])
+    assert "mixtrl" in capsys.readouterr().err
+
+
+def test_list_names_every_recipe(capsys):
+    assert tiny_models.main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in NAMES)
+
+
+def _shifted(outputs):
+    return outputs | {"logits": outputs["logits"] + np.float32(1e-3)}
+
+
+def _not_a_number(outputs):
+    return outputs | {"logits": np.full_like(outputs["logits"], np.nan)}
+
+
+def _other_token(outputs):
+    return outputs | {"gen_ids": outputs["gen_ids"] + 1}
+
+
+def _array_missing(outputs):
+    return {key: value for key, value in outputs.items() if key != "attn/0"}
+
+
+def _other_shape(outputs):
+    return outputs | {"logits": outputs["logits"][:, :-1]}
+
+
+@pytest.mark.parametrize("change", [_shifted, _not_a_number, _other_token, _array_missing, _other_shape])
+def test_check_fails_on_any_difference(change, expected, monkeypatch, capsys):
+    monkeypatch.setattr(tiny_models, "reference_outputs", lambda name, directory: change(expected(name)))
+    assert tiny_models.main(["--check", "mixtral_swa_tied"]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+
+def test_check_passes_on_equal_outputs(expected, monkeypatch, capsys):
+    monkeypatch.setattr(tiny_models, "reference_outputs", lambda name, directory: expected(name))
+    assert tiny_models.main(["--check", "mixtral_swa_tied"]) == 0
+    assert "equal" in capsys.readouterr().out
