@@ -1,0 +1,161 @@
+"""Reading config.json: defaults and aliases as in transformers, and an error that names each bad field."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import transformers
+from flax import nnx
+
+from moe_jax.errors import CheckpointError
+from moe_jax.models.registry import FAMILIES, abstract_params, family_for, targets
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def read(name: str, **changes):
+    return BY_NAME[name].config_cls.from_hf({**SMALL, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    (
+        ("mixtral", transformers.MixtralConfig),
+        ("qwen3_moe", transformers.Qwen3MoeConfig),
+        ("olmoe", transformers.OlmoeConfig),
+    ),
+)
+def test_defaults_are_those_of_transformers(name, theirs):
+    want, cfg = theirs(), BY_NAME[name].config_cls.from_hf({})
+    assert cfg == BY_NAME[name].config_cls()
+    for field in (*SMALL, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range"):
+        assert getattr(cfg, field) == getattr(want, field), field
+    assert cfg.rope_theta == want.rope_parameters["rope_theta"]
+    assert cfg.window is None and want.sliding_window is None if name != "olmoe" else cfg.window is None
+    assert cfg.head_dim == want.hidden_size // want.num_attention_heads
+    if name != "mixtral":
+        assert cfg.norm_topk_prob == want.norm_topk_prob
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_config_that_transformers_saves_reads_back(name):
+    theirs = {
+        "mixtral": transformers.MixtralConfig(**{k: v for k, v in SMALL.items() if k != "num_experts"}, head_dim=6),
+        "qwen3_moe": transformers.Qwen3MoeConfig(**SMALL, head_dim=6),
+        "olmoe": transformers.OlmoeConfig(**SMALL),
+    }[name]
+    saved = theirs.to_dict()
+    assert family_for(saved) is BY_NAME[name]
+    cfg = BY_NAME[name].config_cls.from_hf(saved)
+    assert cfg.num_experts == (8 if name == "mixtral" else 4)
+    assert cfg.head_dim == (4 if name == "olmoe" else 6)
+    assert cfg.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+def test_aliases():
+    cfg = read("mixtral")
+    without = {k: v for k, v in SMALL.items() if k != "num_experts"}
+    for alias in ("num_local_experts", "n_routed_experts"):
+        assert BY_NAME["mixtral"].config_cls.from_hf({**without, alias: 4}) == cfg
+    assert read("mixtral", num_local_experts=4) == cfg
+    with pytest.raises(CheckpointError, match="num_experts.*disagree"):
+        read("mixtral", num_local_experts=8)
+    assert read("mixtral", num_key_value_heads=None).num_key_value_heads == 4
+    assert read("olmoe", rope_theta=5e5).rope_theta == 5e5
+    assert read("olmoe", rope_scaling=None, rope_parameters={"rope_type": "default", "rope_theta": 7}).rope_theta == 7
+    assert read("olmoe", rope_scaling={"type": "default"}, rope_theta=9).rope_theta == 9
+
+
+def test_derived_values():
+    cfg = read("qwen3_moe", moe_intermediate_size=8, head_dim=6, decoder_sparse_step=2, mlp_only_layers=[1])
+    assert cfg.moe_layers == (3,)
+    assert cfg.expert_row_shapes() == {"gate_up": (16, 16), "down": (16, 8)}
+    assert cfg.kv_bytes_per_token(jnp.bfloat16) == 2 * 4 * 2 * 6 * 2
+    assert cfg.window is None
+    assert read("qwen3_moe", use_sliding_window=True, sliding_window=12).window == 12
+    assert read("mixtral", sliding_window=12).window == 12
+    assert read("mixtral").normalizes_router_weights and not read("olmoe").normalizes_router_weights
+    assert read("olmoe").expert_row_shapes() == {"gate_up": (48, 16), "down": (16, 24)}
+    assert hash(cfg) == hash(
+        read("qwen3_moe", **{f: getattr(cfg, f) for f in cfg.__dataclass_fields__ if f not in SMALL})
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    (
+        ("mixtral", "hidden_act", "gelu"),
+        ("qwen3_moe", "attention_bias", True),
+        ("olmoe", "attention_bias", True),
+        ("mixtral", "quantization_config", {"quant_method": "gptq"}),
+        ("mixtral", "rope_scaling", {"type": "linear", "factor": 2}),
+        ("qwen3_moe", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
+        ("qwen3_moe", "rope_scaling", "yarn"),
+        ("qwen3_moe", "partial_rotary_factor", 0.5),
+        ("mixtral", "rope_theta", 0),
+        ("mixtral", "hidden_size", 17),
+        ("mixtral", "head_dim", 5),
+        ("mixtral", "num_key_value_heads", 3),
+        ("mixtral", "num_experts_per_tok", 5),
+        ("mixtral", "num_hidden_layers", 0),
+        ("mixtral", "vocab_size", "32"),
+        ("mixtral", "sliding_window", 0),
+        ("mixtral", "tie_word_embeddings", "yes"),
+        ("olmoe", "rms_norm_eps", 0.0),
+        ("olmoe", "clip_qkv", -1.0),
+        ("olmoe", "head_dim", 8),
+        ("olmoe", "norm_topk_prob", None),
+        ("qwen3_moe", "decoder_sparse_step", 0),
+        ("qwen3_moe", "decoder_sparse_step", 5),
+        ("qwen3_moe", "mlp_only_layers", [4]),
+        ("qwen3_moe", "mlp_only_layers", 3),
+        ("qwen3_moe", "moe_intermediate_size", -1),
+    ),
+)
+def test_a_bad_value_is_named(name, field, value):
+    culprit = "num_attention_heads" if field == "hidden_size" else field
+    with pytest.raises(CheckpointError, match=rf"config\.json: {culprit}"):
+        read(name, **{field: value})
+
+
+def test_an_unknown_architecture_lists_the_supported_ones():
+    with pytest.raises(CheckpointError, match="LlamaForCausalLM.*MixtralForCausalLM.*Qwen3MoeForCausalLM.*Olmoe"):
+        family_for({"architectures": ["LlamaForCausalLM"], "model_type": "mixtral"})
+    with pytest.raises(CheckpointError, match="not supported"):
+        family_for({})
+    assert family_for({"model_type": "olmoe"}).name == "olmoe"
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_abstract_params_hold_no_memory_and_match_targets(tied):
+    cfg = read("qwen3_moe", tie_word_embeddings=tied, decoder_sparse_step=2, head_dim=6)
+    _, params = abstract_params(cfg, jnp.bfloat16)
+    leaves = jax.tree.leaves(params)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) and leaf.dtype == jnp.bfloat16 for leaf in leaves)
+    shapes = targets(cfg)
+    assert len(shapes) == len(leaves)
+    assert ("lm_head.weight" in shapes) == (not tied)
+    assert shapes["layers.0.attn.qkv.weight"] == ((4 + 2 * 2) * 6, 16)
+    assert shapes["layers.0.mlp.gate_up.weight"] == (48, 16) and "layers.0.router.gate.weight" not in shapes
+    assert shapes["layers.1.router.gate.weight"] == (4, 16) and "layers.1.mlp.down.weight" not in shapes
+    assert shapes["layers.1.attn.q_norm.weight"] == (6,)
+    assert shapes["embed.weight"] == (32, 16)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_modules_initialise_with_values_of_the_right_scale(name):
+    family = BY_NAME[name]
+    cfg = read(name, num_hidden_layers=1, initializer_range=0.5)
+    model = family.model_cls(cfg, jnp.float32, rngs=nnx.Rngs(0))
+    assert 0.3 < float(jnp.std(model.layers["0"].attn.qkv.weight[...])) < 0.7
+    with pytest.raises(ValueError, match="int8"):
+        family.model_cls(cfg, jnp.int8, rngs=nnx.Rngs(0))
