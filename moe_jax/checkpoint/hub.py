@@ -37,6 +37,8 @@ def resolve(
     Raises `CheckpointError` that says what was looked for, where, and what to do.
     """
     name = os.fspath(name_or_path)
+    if not name:  # Path("") would be the current directory
+        raise CheckpointError("the model's name is empty: give a directory or a hub id (owner/name)")
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
