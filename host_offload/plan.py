@@ -54,8 +54,7 @@ def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_sc
         slot_of: [L, E] int32, the row of each resident expert, -1 if absent.
         owner: [rows] int32, the id in each row, -1 if free; the inverse of `slot_of`.
         priority: `priority(layer [n] int32, expert [n] int32, t) -> float32 [n]`, higher = keep, NaN = lowest;
-            `functools.partial(policy.priority, xp, state)`. Called at most once; not called by NumPy if all candidates
-            fit.
+            `functools.partial(policy.priority, xp, state)`. NumPy does not call it if all candidates fit.
         layer: int or int32 scalar, static or traced.
         capacity: int or int32 scalar: slots of this layer, or of all layers when `global_scope`.
         global_scope: residents of all layers compete. A Python bool compiles for one scope, and `False` then looks at E
@@ -70,8 +69,8 @@ def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_sc
 
     Raises:
         ValueError: wrong shapes or dtypes; under NumPy also too few free rows, a negative capacity, a layer out of
-            range. In a compiled program the caller promises `rows >= residents + misses`; a missing row shows as `dest
-            == rows`, which scatters of mode "drop" ignore.
+            range. In a compiled program the caller promises `rows >= residents + misses`; a missing row shows as
+            `dest == rows`, which scatters of mode "drop" ignore.
     """
     L, E = slot_of.shape
     if need.shape != (E,) or need.dtype != bool:

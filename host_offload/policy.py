@@ -54,7 +54,8 @@ def set_row(xp, array, layer, row):
     if xp is np:
         array[layer] = row
         return array
-    return array.at[layer].set(row)
+    # Promised in bounds, or XLA adds a bounds check (two kernels) to each update.
+    return array.at[layer].set(row, mode="promise_in_bounds")
 
 
 # ------------------------------------------------------------------------------------------------------------- registry
@@ -66,8 +67,7 @@ def register(policy, replace=False):
     """Makes a `Policy` subclass (built without arguments on demand) or instance available by its `name`; returns it.
 
     Usable as a class decorator. Raises TypeError for anything else and ValueError for an empty name, or for a name that
-    is taken by a different policy unless `replace`; defining the same class again (a notebook cell run twice) replaces
-    it.
+    is taken by a different policy unless `replace`; defining the same class again (a notebook cell run twice) is fine.
     """
     cls = policy if isinstance(policy, type) else type(policy)
     if not issubclass(cls, Policy):
@@ -167,10 +167,10 @@ class LFU(AccessPolicy):
 
 @register
 class LFRU(AccessPolicy):
-    """Frequency over recency: priority = count / ((t - last) / L + 1), ages in steps (moe-cache-eval, arXiv
-    2608.07911).
+    """Frequency over recency: priority = count / ((t - last) / L + 1), ages in steps.
 
-    Evaluated as count * L / (t - last + L): integers and one division, which rounds alike in NumPy and XLA.
+    As in moe-cache-eval (arXiv 2608.07911). Evaluated as count * L / (t - last + L): integers and one
+    division, which rounds alike in NumPy and XLA.
     """
 
     name = "lfru"
@@ -200,8 +200,8 @@ class StaticPin(Policy):
             frequency = np.asarray(frequency, np.float32)
             if frequency.ndim != 2 or not np.all(frequency >= 0) or not np.all(np.isfinite(frequency)):
                 raise ValueError(
-                    f"static policy: frequency must be a finite, non-negative [L, E] table, got shape "
-                    f"{frequency.shape} with values from {frequency.min(initial=np.inf)} to {frequency.max(initial=-np.inf)}"
+                    "static policy: frequency must be a finite, non-negative [L, E] table, got shape "
+                    f"{frequency.shape}, values {frequency.min(initial=np.inf)} to {frequency.max(initial=-np.inf)}"
                 )
         self.frequency = frequency
 

@@ -14,8 +14,6 @@ import dataclasses
 import json
 import os
 import tempfile
-import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,23 +171,25 @@ class Trace:
     def load(cls, path):
         """Reads and validates a trace; raises FileNotFoundError, or TraceError naming file, field and row."""
         path = _npz_path(path)
-        broken = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError)
         arrays = {}
-        try:
-            file = np.load(path, allow_pickle=False)
-        except broken as error:
-            raise TraceError(f"{path}: not a readable .npz file, perhaps truncated: {error}") from error
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise TraceError(f"{path}: holds a single array, not a trace")
-        with file:
-            unknown = sorted(set(file.files) - set(_ARRAYS) - {"header"})
-            missing = sorted(set(_ARRAYS) - {"scores"} - set(file.files) | {"header"} - set(file.files))
+        with path.open("rb") as stream:
+            # A damaged archive makes zipfile and NumPy raise whatever their parsers stumble over (ValueError, OSError,
+            # zlib.error, struct.error, MemoryError, ...): from here on any of them means damage.
+            try:
+                file = np.load(stream, allow_pickle=False)
+            except Exception as error:
+                raise TraceError(f"{path}: not a readable .npz file, perhaps truncated: {error}") from error
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise TraceError(f"{path}: holds a single array, not a trace")
+            known = {"header", *_ARRAYS}
+            missing = sorted(known - {"scores"} - set(file.files))
+            unknown = sorted(set(file.files) - known)
             if missing or unknown:
                 raise TraceError(f"{path}: missing fields {missing}, unknown fields {unknown}")
             for name in file.files:
                 try:
                     arrays[name] = file[name]
-                except broken as error:
+                except Exception as error:
                     raise TraceError(f"{path}: {name}: damaged: {error}") from error
         raw = arrays.pop("header")
         try:
@@ -201,11 +201,10 @@ class Trace:
         return trace
 
     def events(self, phase=None) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yields (step, layer, need): for each step in rising order and each layer, the distinct experts that its rows
-        need.
+        """Yields (step, layer, need) for each step in rising order and each layer.
 
-        `need` int64 [n], rising, is the union over all requests in the step; `layer` counts MoE layers, 0..L-1. `phase`
-        "prefill" or "decode" leaves out the rows of the other phase, None takes all.
+        `need` int64 [n], rising: the distinct experts that the step's rows, of whatever request, were sent to; `layer`
+        counts MoE layers, 0..L-1. `phase` "prefill" or "decode" leaves out the rows of the other phase, None takes all.
         """
         rows = self._rows_of_phase(phase)
         rows = rows[np.argsort(self.step[rows], kind="stable")]
