@@ -136,7 +136,7 @@ class ExpertStore:
         """Writes that tensor of all E experts of MoE layer `layer` into `out` [E, *shape], in place."""
         self.spec.check(layer, name, out, rows=self.spec.E)
         for e in range(self.spec.E):
-            self._read(layer, e, name, out[e])
+            self._read(layer, e, name, out[e, ...])  # an array even when a row is a scalar
 
     def fingerprint(self) -> str:
         """The checkpoint's fingerprint."""
@@ -151,7 +151,7 @@ class ExpertStore:
         parts = self._sources[name][layer][e]
         for file, index in parts:
             part = self._checkpoint.view(file)
-            part = part if index is None else part[index]
+            part = part if index is None else part[index, ...]
             # A row of one part may be a scalar or any shape; several parts share axis 0 of the row.
             into = out if len(parts) == 1 else out[start : start + part.shape[0]]
             _copy(into, part)
@@ -246,11 +246,13 @@ class PackedRows:
         directory = Path(directory)
         header = _read_header(directory / HEADER)
         if header["fingerprint"] != fingerprint:
-            raise StoreError(f"{directory} holds rows of another checkpoint (fingerprint {header['fingerprint'][:12]})")
+            found = str(header["fingerprint"])[:12]
+            raise StoreError(f"{directory} holds rows of another checkpoint (fingerprint {found})")
         # Compared as lists of items too: the order of the tensors is the order of their bytes in a row.
         wanted = spec.to_dict()
         if header["spec"] != wanted or list(header["spec"]["tensors"]) != list(wanted["tensors"]):
             raise StoreError(f"{directory} holds rows of another shape or dtype: {header['spec']}, not {wanted}")
+        _check_lists(directory / HEADER, header, spec)
         size = spec.E * row_stride(spec)
         with contextlib.ExitStack() as opened:
             files = []
@@ -277,7 +279,7 @@ class PackedRows:
         """Writes that tensor of all E experts of MoE layer `layer` into `out` [E, *shape], in place."""
         self.spec.check(layer, name, out, rows=self.spec.E)
         for e in range(self.spec.E):
-            self._read(layer, e * self._stride + self._offset[name], out[e])
+            self._read(layer, e * self._stride + self._offset[name], out[e, ...])
 
     def verify(self, rows: Sequence[tuple[int, int]] | None = None) -> None:
         """Compares the checksums of these (layer, expert) rows, default all; `StoreError` names the first damaged."""
@@ -339,6 +341,18 @@ def _read_header(path: Path) -> dict[str, Any]:
     return header
 
 
+def _check_lists(path: Path, header: dict[str, Any], spec: RowSpec) -> None:
+    """Raises `StoreError` unless there is a file name a layer and a checksum a row."""
+    files, checksums = header["files"], header["crc32"]
+    if not isinstance(files, list) or not all(isinstance(name, str) and Path(name).name == name for name in files):
+        raise StoreError(f"{path} is damaged: its files are {files!r}")
+    if len(files) != spec.L:
+        raise StoreError(f"{path} names {len(files)} files for {spec.L} MoE layers")
+    rows = checksums if isinstance(checksums, list) else []
+    if [len(row) if isinstance(row, list) else 0 for row in rows] != [spec.E] * spec.L:
+        raise StoreError(f"{path} is damaged: its checksums are not {spec.L} lists of {spec.E}")
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds an advisory lock on `path`, so that of several processes one builds and the others wait."""
@@ -362,11 +376,11 @@ def _build(
         )
     # The header goes first: from here on a crash leaves a directory that the next run rebuilds.
     (directory / HEADER).unlink(missing_ok=True)
-    for path in old:
+    for path in (*old, *directory.glob(f"{HEADER}.*.tmp")):
         path.unlink()
     build = uuid.uuid4().hex[:8]
     paths = [directory / f"layer-{layer:04d}-{build}.rows" for layer in range(spec.L)]
-    temporary = directory / f"{HEADER}.{build}"
+    temporary = directory / f"{HEADER}.{build}.tmp"
     try:
         checksums = [_write_layer(path, store, layer, threads, progress) for layer, path in enumerate(paths)]
         header = {
