@@ -371,6 +371,12 @@ def test_one_builds_while_the_others_wait(tmp_path, monkeypatch):
     assert len({rows_of(source, "down").tobytes() for source in packed}) == 1
 
 
+@pytest.mark.parametrize("width, rows", [(8, 32), (16 << 20, 16), (1 << 30, 4)])
+def test_rows_verified_on_open_are_bounded_in_bytes(width, rows):
+    picked = store_module._sample(RowSpec({"w": ((width,), np.uint8)}, L=48, E=128))
+    assert len(picked) == rows and picked[0] == (0, 0) and picked[-1] == (47, 127)
+
+
 def test_file_cut_while_open_is_an_error_not_garbage(tmp_path):
     packed = PackedRows.open_or_build(tmp_path, make_store()[0])
     os.truncate(layer_file(tmp_path), ALIGNMENT)
