@@ -135,7 +135,9 @@ def _load_reference(directory: Path):
     """transformers' model in fp32, and proof that every tensor of the file found its parameter and the reverse."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model, report = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=torch.float32,
