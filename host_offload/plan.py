@@ -91,7 +91,8 @@ def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_sc
         key = xp.where(forced_admit & need, forced, key)
         kept = _keep_traced(xp, key, need | (row >= 0), capacity)
         admit = miss & kept
-        evict = set_row(xp, xp.zeros((L, E), bool), layer, (row >= 0) & ~kept).reshape(-1)
+        leaving = (row >= 0) & ~kept
+        evict = set_row(xp, xp.zeros((L, E), bool), layer, leaving).reshape(-1)
     else:
         grid = xp.arange(L * E, dtype=xp.int32)
         in_layer = grid // E == layer
@@ -102,13 +103,13 @@ def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_sc
         in_scope = in_layer | global_scope
         kept = _keep_traced(xp, key, (resident & in_scope) | needed, capacity)
         admit = miss & kept.reshape(L, E)[layer]
-        evict = resident & in_scope & ~kept
+        evict = leaving = resident & in_scope & ~kept
     # The j-th free row is preceded by exactly the rows whose running count of free rows is below j.
     free_count = xp.cumsum(owner < 0, dtype=xp.int32)  # [rows]
-    nth = xp.cumsum(miss, dtype=xp.int32)  # [E], 1-based for the missing
+    nth = _running_count(xp, miss)  # [E], 1-based for the missing
     nth_free = (free_count[None, :] < nth[:, None]).sum(axis=1, dtype=xp.int32)
     dest = xp.where(miss, nth_free, -1)
-    return Plan(layer, hit, miss, admit, miss & ~admit, dest, evict, evict.sum(dtype=xp.int32))
+    return Plan(layer, hit, miss, admit, miss & ~admit, dest, evict, leaving.sum(dtype=xp.int32))
 
 
 def apply(xp, plan, slot_of, owner):
@@ -171,9 +172,18 @@ def _retention_key(xp, priority):
     return xp.where(magnitude > INF_BITS, NAN_KEY, key)
 
 
+def _running_count(xp, mask):
+    """int32 [n]: how many of `mask` [n] are true up to and including each place; for n up to a layer's experts."""
+    if xp is np:
+        return np.cumsum(mask, dtype=np.int32)
+    place = xp.arange(mask.shape[0], dtype=xp.int32)
+    # All pairs in one reduction: XLA may split a cumsum into several kernels, and their number bounds a decode step.
+    return (mask[None, :] & (place[None, :] <= place[:, None])).sum(axis=1, dtype=xp.int32)
+
+
 def _forced_key(xp, hit, miss):
     """int32 [E] keys above every priority, rising in processing order: hits, then misses, each ascending."""
-    order = xp.where(miss, hit.sum(dtype=xp.int32) + xp.cumsum(miss, dtype=xp.int32), xp.cumsum(hit, dtype=xp.int32))
+    order = xp.where(miss, hit.sum(dtype=xp.int32) + _running_count(xp, miss), _running_count(xp, hit))
     return INT32_MAX - hit.shape[0] + order
 
 
