@@ -184,8 +184,7 @@ ALIGNMENT = 4096  # bytes: the unit of direct reads on every common disk and fil
 HEADER = "rows.json"
 _LOCK = "rows.lock"
 _ROWS = "layer-*.rows"
-# Rows whose checksum is verified on open, spread over all layers: many, but about 256 MiB at most (0.2 s of reading on a
-# usual NVMe disk), and never fewer than four.
+# Rows whose checksum is verified on open: at least and at most so many, and in between no more than these bytes.
 _SAMPLED_ROWS, _SAMPLED_BYTES = (4, 32), 256 << 20
 
 

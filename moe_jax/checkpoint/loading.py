@@ -26,10 +26,10 @@ def load_params(
             are the paths of `weight_map.params`. Each leaf's dtype is what the parameter is cast to.
         progress: shows a bar of bytes on stderr; None: only when stderr is a terminal.
 
-    Returns a nested dict like `abstract` of jax arrays. A parameter passes through at most one copy on the host, none
-    when it is one file tensor of the right dtype and the device is not the CPU.
-    Raises `CheckpointError` when `abstract` and `weight_map` do not name the same parameters, or when an integer tensor
-    would be cast to a floating parameter (packed weights of a quantised format) or the other way round.
+    Returns a nested dict like `abstract` of jax arrays. On its way to the device a parameter is copied on the host at
+    most once, and not at all when it is one file tensor of the right dtype and the device is not the CPU.
+    Raises `CheckpointError` when `abstract` and `weight_map` do not have the same parameters and shapes, or when an
+    integer tensor would be cast to a floating parameter (packed weights of a quantised format) or the other way round.
     """
     leaves = dict(_leaves(abstract))
     _check(checkpoint, weight_map, leaves)
@@ -49,15 +49,15 @@ def load_params(
 
 
 def _to_device(views: list[np.ndarray], dtype: np.dtype) -> jax.Array:
-    if len(views) == 1 and views[0].dtype == dtype:
-        # A CPU device would otherwise alias the mapped file for as long as the model lives.
-        return jax.device_put(views[0], may_alias=False)
     if len(views) == 1:
-        return jnp.asarray(views[0].astype(dtype))
-    rows = sum(view.shape[0] for view in views)
-    whole = np.empty((rows, *views[0].shape[1:]), dtype)
+        view = views[0]
+        # The CPU backend keeps using NumPy's memory where it can (jax 0.11: also with may_alias=False), and a parameter
+        # must not depend on the checkpoint's file for as long as the model lives. Other devices copy anyway.
+        alone = view.dtype == dtype and jax.default_backend() != "cpu"
+        return jax.device_put(view if alone else view.astype(dtype))
+    whole = np.empty((sum(view.shape[0] for view in views), *views[0].shape[1:]), dtype)
     np.concatenate(views, out=whole, casting="unsafe")
-    return jnp.asarray(whole)
+    return jax.device_put(whole)
 
 
 def _check(checkpoint: Checkpoint, weight_map: WeightMap, leaves: Mapping[str, Any]) -> None:
@@ -68,6 +68,10 @@ def _check(checkpoint: Checkpoint, weight_map: WeightMap, leaves: Mapping[str, A
         problems.append(f"the weight map fills parameters that the model does not have: {listed(unused)}")
     for path in leaves.keys() & weight_map.params.keys():
         wanted = np.dtype(leaves[path].dtype)
+        shapes = [checkpoint.info(name).shape for name in weight_map.params[path]]
+        shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
+        if shape != tuple(leaves[path].shape):
+            problems.append(f"{path} has shape {list(leaves[path].shape)} in the model, but {list(shape)} in the file")
         for name in weight_map.params[path]:
             dtype = checkpoint.info(name).dtype
             if jnp.issubdtype(dtype, jnp.floating) != jnp.issubdtype(wanted, jnp.floating):
