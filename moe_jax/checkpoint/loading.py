@@ -66,7 +66,7 @@ def _check(checkpoint: Checkpoint, weight_map: WeightMap, leaves: Mapping[str, A
         problems.append(f"the weight map lacks these parameters of the model: {listed(unknown)}")
     if unused := sorted(set(weight_map.params) - set(leaves)):
         problems.append(f"the weight map fills parameters that the model does not have: {listed(unused)}")
-    for path in leaves.keys() & weight_map.params.keys():
+    for path in sorted(leaves.keys() & weight_map.params.keys()):
         wanted = np.dtype(leaves[path].dtype)
         shapes = [checkpoint.info(name).shape for name in weight_map.params[path]]
         shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
