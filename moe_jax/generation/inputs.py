@@ -157,18 +157,19 @@ def _as_array(name: str, value: Any) -> np.ndarray:
             f"{name} of type {type(value).__name__} is not understood: give token ids or text "
             "(of a tokenizer's output, its input_ids and attention_mask)"
         )
-    if isinstance(value, list | tuple) and any(
-        hasattr(item, "__array__") or hasattr(item, "__len__") for item in value
-    ):
-        lengths = [len(item) if np.ndim(item) else None for item in value]
-        if len(set(lengths)) > 1:
-            raise InputError(
-                f"rows of {name} differ in length ({', '.join(map(str, lengths[:8]))}): pad the shorter ones on the "
-                "left and pass an attention_mask with 0 for padding"
-            )
     try:
+        if isinstance(value, list | tuple):
+            value = [np.asarray(item) for item in value]
+            lengths = [len(item) if item.ndim else 1 for item in value]
+            if len({item.shape[:1] for item in value}) > 1:
+                raise InputError(
+                    f"rows of {name} differ in length ({', '.join(map(str, lengths[:8]))}): pad the shorter ones on "
+                    "the left and pass an attention_mask with 0 for padding"
+                )
         return np.asarray(value)
-    except (ValueError, TypeError, RuntimeError) as error:  # nested ragged lists; tensors of another device
+    except InputError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:  # deeper ragged lists; tensors of another device
         raise InputError(f"{name} cannot be read as an array: {error}") from error
 
 
