@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.errors import InputError
+from moe_jax.generation.sampling import SamplingParams
 from moe_jax.generation.text import Tokenizer, require_tokenizer
 
 
@@ -22,12 +23,14 @@ class PreparedBatch:
         input_ids: i32 [B, T], as given (padding included); texts of different lengths are padded on the left.
         was_batched: False if the caller gave one sequence without a batch dimension, or one text.
         from_text: True if the caller gave text.
+        max_new_tokens: most tokens to generate; 0 for a forward pass.
     """
 
     prompts: tuple[np.ndarray, ...]
     input_ids: np.ndarray
     was_batched: bool
     from_text: bool
+    max_new_tokens: int
 
     @property
     def lengths(self) -> np.ndarray:
@@ -40,39 +43,36 @@ def prepare(
     *,
     vocab_size: int,
     max_length: int,
-    max_new_tokens: int,
+    params: SamplingParams | None = None,
     attention_mask: Any = None,
     tokenizer: Tokenizer | None = None,
-    pad_token_id: int | None = None,
-    eos_token_id: Sequence[int] = (),
 ) -> PreparedBatch:
     """Checks prompts and strips their padding.
 
-    Without an attention mask, padding is found as in transformers: where a batch holds `pad_token_id` and that is not
-    an EOS id, these tokens are padding (a warning says so once). If it is an EOS id too, all tokens count as text.
+    Without an attention mask, padding is found as transformers' `generate` finds it: where a batch holds
+    `params.pad_token_id` and that is not an EOS id, these tokens are padding (a warning says so once). If it is an EOS
+    id too, all tokens count as text.
 
     Args:
         inputs: ids as a list, list of lists, NumPy or JAX array or anything with `__array__` (a torch tensor), of shape
             [T] or [B, T] and an integer dtype; or a text, or a list of texts.
         vocab_size: ids must be in [0, vocab_size).
         max_length: most tokens of prompt and output together.
-        max_new_tokens: tokens that are to be generated, >= 1.
+        params: of the request; None for a forward pass, which generates nothing and takes every token as text unless
+            there is a mask.
         attention_mask: of the shape of the ids; 1 for text, 0 for padding, which must be on the left or on the right.
         tokenizer: needed for text.
-        pad_token_id: see above; also fills shorter texts of a list in `input_ids`. None: there is no padding token.
-        eos_token_id: see above.
 
     Raises:
         InputError: names the row, the position, the value and the remedy.
+        ConfigError: `params.max_length` decides how much is generated, and the prompt fills it already.
     """
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens={max_new_tokens} must be at least 1")
     texts = _as_texts(inputs)
     if texts is not None:
         if attention_mask is not None:
             raise InputError("attention_mask goes with input_ids; a text has no padding: leave attention_mask out")
         prompts = _encode(texts, require_tokenizer(tokenizer, "a text prompt"))
-        ids = _pad_left(prompts, 0 if pad_token_id is None else pad_token_id)
+        ids = _pad_left(prompts, 0 if params is None else params.fill_token_id)
         was_batched = not isinstance(inputs, str)
     else:
         ids = _as_ids(inputs)
@@ -81,8 +81,9 @@ def prepare(
         ids = np.atleast_2d(ids)
         guessed = mask is None
         if guessed:
-            mask = _guess_mask(ids, pad_token_id, eos_token_id)
+            mask = _guess_mask(ids, params)
         prompts = _strip(ids, np.atleast_2d(mask), guessed)
+    max_new_tokens = 0 if params is None else params.new_tokens(ids.shape[1])
     for row, prompt in enumerate(prompts):
         if not len(prompt):
             raise InputError(f"prompt {row} is empty: it needs at least one token")
@@ -93,11 +94,7 @@ def prepare(
                 f"the vocabulary: ids go from 0 to {vocab_size - 1}"
             )
         if len(prompt) + max_new_tokens > max_length:
-            raise InputError(
-                f"prompt {row} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more than the "
-                f"limit of {max_length}: shorten the prompt, ask for at most {max(0, max_length - len(prompt))} new "
-                "tokens, or raise max_sequence_length if the model allows it"
-            )
+            raise InputError(_too_long(row, len(prompt), max_new_tokens, max_length))
     # Ids under a mask may be anything (-100 is common): they are never looked up, but must fit the output's dtype.
     ids = np.clip(ids, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
     return PreparedBatch(
@@ -105,6 +102,7 @@ def prepare(
         input_ids=ids.astype(np.int32),
         was_batched=was_batched,
         from_text=texts is not None,
+        max_new_tokens=max_new_tokens,
     )
 
 
@@ -127,6 +125,17 @@ def assemble(batch: PreparedBatch, new_ids: Sequence[Sequence[int]], pad_token_i
     for row, tokens in zip(result, new_ids, strict=True):
         row[T : T + len(tokens)] = tokens
     return result
+
+
+def _too_long(row: int, length: int, max_new_tokens: int, max_length: int) -> str:
+    start = f"prompt {row} has {length} tokens"
+    if max_new_tokens:
+        start += f" and max_new_tokens={max_new_tokens}"
+    room = max_length - length
+    shorter = f"ask for at most {room} new tokens, shorten it" if max_new_tokens and room > 0 else "shorten it"
+    return (
+        f"{start}, more than the limit of {max_length}: {shorter}, or raise max_sequence_length if the model allows it"
+    )
 
 
 def _as_texts(inputs: Any) -> list[str] | None:
@@ -197,10 +206,11 @@ def _as_mask(attention_mask: Any, shape: tuple[int, ...]) -> np.ndarray:
     return mask.astype(bool)
 
 
-def _guess_mask(ids: np.ndarray, pad_token_id: int | None, eos_token_id: Sequence[int]) -> np.ndarray:
-    if pad_token_id is None or not (ids == pad_token_id).any():
+def _guess_mask(ids: np.ndarray, params: SamplingParams | None) -> np.ndarray:
+    pad = None if params is None else params.pad_token_id
+    if pad is None or not (ids == pad).any():
         return np.ones(ids.shape, bool)
-    if pad_token_id in eos_token_id:
+    if pad in params.eos_token_id:
         if len(ids) > 1:  # alone, a sequence needs no padding: then the token is meant
             warnings.warn(
                 "input_ids holds the padding token, which is also an EOS token, and there is no attention_mask: "
@@ -213,7 +223,7 @@ def _guess_mask(ids: np.ndarray, pad_token_id: int | None, eos_token_id: Sequenc
         "Pass attention_mask to say which tokens count",
         stacklevel=3,
     )
-    return ids != pad_token_id
+    return ids != pad
 
 
 def _strip(ids: np.ndarray, mask: np.ndarray, guessed: bool) -> list[np.ndarray]:

@@ -23,6 +23,9 @@ from moe_jax.errors import ConfigError
 DEFAULT_NEW_TOKENS = 20
 DEFAULT_TOP_K = 50
 
+# Parameters that only a draw looks at, with the values that say nothing about it.
+_DRAW_ONLY = {"temperature": (0, 1), "top_k": (0, DEFAULT_TOP_K), "top_p": (1,), "min_p": (0,)}
+
 # Settings of generation_config.json that would change the output and are not implemented, with their neutral values.
 _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
@@ -51,7 +54,8 @@ class SamplingParams:
     """What one request asks of the sampler. Immutable; validated on construction.
 
     Args:
-        max_new_tokens: most tokens to generate, >= 1.
+        max_new_tokens: most tokens to generate, >= 1. None: `max_length` decides, or 20 without it.
+        max_length: most tokens of prompt (padding included) and output together, >= 1; only without `max_new_tokens`.
         do_sample: draw from the distribution; False takes the most likely token.
         temperature: divides the logits, >= 0; 0 means greedy.
         top_k: only the k most likely tokens (and those that tie with the last of them); 0 is off.
@@ -60,7 +64,7 @@ class SamplingParams:
         repetition_penalty: > 0; positive logits of tokens already in prompt or output are divided by it and negative
             ones multiplied. 1 is off. Applies to greedy decoding too.
         eos_token_id: id or ids that end a sequence; None and an empty list never stop. Kept as a tuple.
-        pad_token_id: fills the rows of a batch that ended early. None: the first EOS id, or 0 if there is none.
+        pad_token_id: fills the rows of a batch that ended early. None becomes the first EOS id if there is one.
         stop: text or texts that end a sequence. Kept as a tuple.
         seed: of the draws, 0 to 2^32 - 1; None leaves the choice to the caller's configuration.
 
@@ -68,7 +72,8 @@ class SamplingParams:
         ConfigError: names the field, the value and the range.
     """
 
-    max_new_tokens: int = DEFAULT_NEW_TOKENS
+    max_new_tokens: int | None = None
+    max_length: int | None = None
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = DEFAULT_TOP_K
@@ -82,7 +87,6 @@ class SamplingParams:
 
     def __post_init__(self):
         normal = {
-            "max_new_tokens": integer("max_new_tokens", self.max_new_tokens, 1),
             "temperature": real("temperature", self.temperature, "a finite number >= 0", lambda v: v >= 0),
             "top_k": integer("top_k", self.top_k, 0),
             "top_p": real("top_p", self.top_p, "a number from 0 to 1", lambda v: 0 <= v <= 1),
@@ -94,12 +98,18 @@ class SamplingParams:
         if not isinstance(self.do_sample, bool | np.bool_):
             raise bad_value("do_sample", self.do_sample, "True or False")
         normal["do_sample"] = bool(self.do_sample)
-        if self.pad_token_id is None:
-            normal["pad_token_id"] = normal["eos_token_id"][0] if normal["eos_token_id"] else 0
-        else:
-            normal["pad_token_id"] = integer("pad_token_id", self.pad_token_id, 0)
-        if self.seed is not None:
-            normal["seed"] = integer("seed", self.seed, 0, 2**32 - 1)
+        for name, low, high in (
+            ("max_new_tokens", 1, None),
+            ("max_length", 1, None),
+            ("pad_token_id", 0, None),
+            ("seed", 0, 2**32 - 1),
+        ):
+            if getattr(self, name) is not None:
+                normal[name] = integer(name, getattr(self, name), low, high)
+        if self.max_new_tokens is None and self.max_length is None:
+            normal["max_new_tokens"] = DEFAULT_NEW_TOKENS
+        if self.pad_token_id is None and normal["eos_token_id"]:
+            normal["pad_token_id"] = normal["eos_token_id"][0]
         for name, value in normal.items():
             object.__setattr__(self, name, value)
 
@@ -118,13 +128,31 @@ class SamplingParams:
         """True if the sampler has to know which tokens the sequence already holds."""
         return self.repetition_penalty != 1
 
+    @property
+    def fill_token_id(self) -> int:
+        """What rows that ended early are filled with: `pad_token_id`, or 0 where a model has neither pad nor EOS."""
+        return 0 if self.pad_token_id is None else self.pad_token_id
+
+    def new_tokens(self, prompt_length: int) -> int:
+        """Most tokens to generate after a prompt of `prompt_length` tokens, padding included.
+
+        Raises:
+            ConfigError: `max_length` decides and the prompt fills it already.
+        """
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if self.max_length <= prompt_length:
+            raise ConfigError(
+                f"max_length={self.max_length} counts the prompt, and the prompt has {prompt_length} tokens: "
+                "pass max_new_tokens instead"
+            )
+        return self.max_length - prompt_length
+
     @classmethod
     def resolve(
         cls,
         generation_config: Mapping[str, Any] | None = None,
         model_config: Mapping[str, Any] | None = None,
-        *,
-        prompt_length: int = 0,
         **overrides: Any,
     ) -> SamplingParams:
         """Parameters of a request: arguments first, then generation_config.json, then the defaults of transformers.
@@ -136,11 +164,10 @@ class SamplingParams:
         Args:
             generation_config: content of generation_config.json, or None.
             model_config: content of config.json, or None.
-            prompt_length: tokens of the prompt, padding included: generation_config's `max_length` counts them.
             **overrides: fields of SamplingParams; None means "not given".
 
         Raises:
-            ConfigError: unknown field, bad value, or a `max_length` that the prompt already fills.
+            ConfigError: unknown field or bad value.
         """
         generation_config, model_config = generation_config or {}, model_config or {}
         names = tuple(field.name for field in fields(cls))
@@ -154,25 +181,15 @@ class SamplingParams:
         for key in ("eos_token_id", "pad_token_id"):
             if key not in defaults and model_config.get(key) is not None:
                 defaults[key] = model_config[key]
-        if "max_new_tokens" not in given | defaults and generation_config.get("max_length") is not None:
-            defaults["max_new_tokens"] = _room(generation_config["max_length"], prompt_length)
+        if "max_length" in given:  # an argument beats the file, whichever of the two it names
+            defaults.pop("max_new_tokens", None)
         _warn_not_implemented(generation_config)
         params = cls(**(defaults | given))
-        idle = [key for key in ("temperature", "top_k", "top_p", "min_p") if key in given and given[key] != 0]
+        idle = [key for key, neutral in _DRAW_ONLY.items() if key in given and given[key] not in neutral]
         if idle and not params.do_sample:
             settings = ", ".join(f"{key}={given[key]!r}" for key in idle)
             warnings.warn(f"{settings} has no effect because do_sample is False; pass do_sample=True", stacklevel=2)
         return params
-
-
-def _room(max_length: Any, prompt_length: int) -> int:
-    max_length = integer("max_length", max_length, 1)
-    if max_length <= prompt_length:
-        raise ConfigError(
-            f"generation_config.json sets max_length={max_length}, prompt included, and the prompt has "
-            f"{prompt_length} tokens: pass max_new_tokens"
-        )
-    return max_length - prompt_length
 
 
 def _warn_not_implemented(generation_config: Mapping[str, Any]) -> None:
@@ -185,7 +202,7 @@ def _warn_not_implemented(generation_config: Mapping[str, Any]) -> None:
 def _id_set(key: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    if isinstance(value, list | tuple | set | frozenset | np.ndarray):
+    if isinstance(value, list | tuple | set | frozenset) or np.ndim(value) == 1:
         return tuple(dict.fromkeys(integer(key, token, 0) for token in value))
     return (integer(key, value, 0),)
 

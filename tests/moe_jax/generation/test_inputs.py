@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from moe_jax.demo import demo_model_path
-from moe_jax.errors import InputError, TokenizerError
+from moe_jax.errors import ConfigError, InputError, TokenizerError
 from moe_jax.generation.inputs import assemble, prepare
+from moe_jax.generation.sampling import SamplingParams
 from moe_jax.generation.text import load_tokenizer
 
-LIMITS = {"vocab_size": 100, "max_length": 16, "max_new_tokens": 4}
+LIMITS = {"vocab_size": 100, "max_length": 16, "params": SamplingParams(max_new_tokens=4)}
 
 
 class Tensor:
@@ -31,8 +32,9 @@ class DeviceTensor:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
 
-def prompts_of(inputs, **options):
-    return [prompt.tolist() for prompt in prepare(inputs, **(LIMITS | options)).prompts]
+def prompts_of(inputs, attention_mask=None, **params):
+    limits = LIMITS | {"params": SamplingParams(**({"max_new_tokens": 4} | params))}
+    return [prompt.tolist() for prompt in prepare(inputs, **limits, attention_mask=attention_mask).prompts]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,8 @@ def tokenizer():
 
 
 def test_text(tokenizer):
-    options = LIMITS | {"vocab_size": 4096, "tokenizer": tokenizer, "pad_token_id": 1}
+    params = SamplingParams(max_new_tokens=4, pad_token_id=1)
+    options = LIMITS | {"vocab_size": 4096, "tokenizer": tokenizer, "params": params}
     one = prepare("Hello there", **options)
     expected = tokenizer("Hello there")["input_ids"]
     assert one.prompts[0].tolist() == expected and one.from_text and not one.was_batched
@@ -148,7 +151,7 @@ def test_padding_is_found_without_a_mask_as_in_transformers():
         ([3, 100], "token id 100 at position 1 of prompt 0 .* 0 to 99"),
         ([[3, 4], [5, -1]], "token id -1 at position 1 of prompt 1"),
         (np.array([2**63 + 5], np.uint64), "outside the vocabulary"),
-        ([1] * 13, "prompt 0 has 13 tokens; with max_new_tokens=4 .* limit of 16.*at most 3 new tokens"),
+        ([1] * 13, "prompt 0 has 13 tokens and max_new_tokens=4, more than the limit of 16: ask for at most 3 new"),
     ],
 )
 def test_refused(inputs, message):
@@ -158,8 +161,21 @@ def test_refused(inputs, message):
 
 def test_limits_are_inclusive():
     assert len(prompts_of([99] * 12)[0]) == 12
-    with pytest.raises(InputError, match="max_new_tokens=0"):
-        prepare([1], **(LIMITS | {"max_new_tokens": 0}))
+
+
+def test_max_length_counts_the_padded_prompt():
+    limits = LIMITS | {"params": SamplingParams(max_length=8)}
+    assert prepare([[0, 0, 5]], **limits, attention_mask=[[0, 0, 1]]).max_new_tokens == 5
+    with pytest.raises(ConfigError, match="max_length=8"):
+        prepare([1] * 8, **limits)
+
+
+def test_forward_pass_generates_nothing():
+    limits = LIMITS | {"params": None}
+    batch = prepare([[0] * 16], **limits)
+    assert batch.max_new_tokens == 0 and batch.lengths.tolist() == [16]
+    with pytest.raises(InputError, match="prompt 0 has 17 tokens, more than the limit of 16: shorten it"):
+        prepare([1] * 17, **limits)
 
 
 def test_assemble_keeps_left_padding_and_fills_on_the_right():

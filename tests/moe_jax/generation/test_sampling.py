@@ -66,7 +66,8 @@ def test_argument_beats_generation_config_beats_model_config():
 
 def test_pad_falls_back_to_the_first_eos():
     assert SamplingParams(eos_token_id=[7, 8]).pad_token_id == 7
-    assert SamplingParams().pad_token_id == 0
+    assert SamplingParams().pad_token_id is None and SamplingParams().fill_token_id == 0
+    assert SamplingParams(eos_token_id=7, pad_token_id=3).fill_token_id == 3
 
 
 def test_stop_strings_of_generation_config():
@@ -75,11 +76,14 @@ def test_stop_strings_of_generation_config():
 
 
 def test_max_length_counts_the_prompt():
-    assert SamplingParams.resolve({"max_length": 100}, prompt_length=30).max_new_tokens == 70
-    assert SamplingParams.resolve({"max_length": 100, "max_new_tokens": 5}, prompt_length=30).max_new_tokens == 5
-    assert SamplingParams.resolve({"max_length": 10}, prompt_length=30, max_new_tokens=4).max_new_tokens == 4
-    with pytest.raises(ConfigError, match="max_length=30.*30 tokens: pass max_new_tokens"):
-        SamplingParams.resolve({"max_length": 30}, prompt_length=30)
+    from_file = SamplingParams.resolve({"max_length": 100})
+    assert from_file.max_new_tokens is None and from_file.new_tokens(30) == 70
+    assert SamplingParams.resolve({"max_length": 100, "max_new_tokens": 5}).new_tokens(30) == 5
+    assert SamplingParams.resolve({"max_length": 10}, max_new_tokens=4).new_tokens(30) == 4
+    assert SamplingParams.resolve({"max_new_tokens": 5}, max_length=100).new_tokens(30) == 70
+    assert SamplingParams().new_tokens(30) == 20
+    with pytest.raises(ConfigError, match="max_length=30 .*30 tokens: pass max_new_tokens"):
+        SamplingParams.resolve({"max_length": 30}).new_tokens(30)
 
 
 def test_temperature_zero_is_greedy():
@@ -95,6 +99,7 @@ def test_idle_arguments_warn_but_defaults_of_the_file_do_not():
         SamplingParams.resolve({"temperature": 0.7}, {})
         SamplingParams.resolve({}, {}, temperature=0.7, do_sample=True)
         SamplingParams.resolve({}, {}, temperature=0)
+        SamplingParams.resolve({}, {}, temperature=1.0, top_k=50, top_p=1.0, min_p=0.0)
 
 
 def test_setting_that_is_not_implemented_warns():
@@ -110,6 +115,7 @@ def test_setting_that_is_not_implemented_warns():
     [
         ("max_new_tokens", 0, ">= 1"),
         ("max_new_tokens", 2.5, ">= 1"),
+        ("max_length", 0, ">= 1"),
         ("do_sample", "yes", "True or False"),
         ("temperature", -0.1, ">= 0"),
         ("temperature", float("inf"), "finite"),
