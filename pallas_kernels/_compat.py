@@ -1,8 +1,8 @@
 """The one place that imports Pallas.
 
-The kernels are written in the Pallas-Triton dialect: it runs on every NVIDIA card and has a fast interpreter on CPU. jax 0.11 marks
-the dialect deprecated and warns at each lowering; the warning is silenced here once, so that a move to another
-dialect touches this file and the `kernel.py` files only.
+The kernels are written in the Pallas-Triton dialect: it runs on every NVIDIA card and has a fast interpreter on CPU.
+jax 0.11 marks the dialect deprecated and warns at each lowering; the warning is silenced here once, so that a move to
+another dialect touches this file and the kernels' own files only.
 """
 
 import functools
@@ -17,7 +17,17 @@ with warnings.catch_warnings():
 
 warnings.filterwarnings("ignore", message=".*Pallas.*Triton.*", category=DeprecationWarning)
 
-__all__ = ["call", "cdiv", "divisor_block", "kernels_run_compiled", "load", "next_power_of_2", "pl", "pltriton", "store"]
+__all__ = [
+    "call",
+    "cdiv",
+    "divisor_block",
+    "kernels_run_compiled",
+    "load",
+    "next_power_of_2",
+    "pl",
+    "pltriton",
+    "store",
+]
 
 cdiv = pl.cdiv
 load = pltriton.load

@@ -1,7 +1,9 @@
 """Expert feed-forward through slots: y = (silu(x gate^T) * (x up^T)) down^T with the weights of each token's experts.
 
-Two public functions: `expert_ffn_decode` for a few tokens (missing experts are read from pinned host memory, used and deposited in one pass) and
-`expert_ffn_round` for one round of a prefill chunk (the next missing experts move while these are computed). `implementation` is
+Two public functions: `expert_ffn_decode` for a few tokens (missing experts are read from pinned host memory, used and
+deposited in one pass) and `expert_ffn_round` for one round of a prefill chunk (the next missing experts move while
+these are computed). `group_pairs` sorts a chunk's token-expert pairs into the blocks that rounds work on.
+`implementation` is
 
 * "pallas": the kernels, compiled for an NVIDIA GPU;
 * "interpret": the same kernels in Pallas' interpreter (tests on CPU);

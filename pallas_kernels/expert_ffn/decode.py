@@ -1,4 +1,4 @@
-"""Decode kernels of the expert FFN: few tokens, each distinct expert read once, missing rows read straight from pinned host memory.
+"""Decode kernels of the expert FFN: few tokens, each distinct expert read once, missing ones from pinned host memory.
 
 Two kernels, because the down projection needs the whole hidden vector of an expert:
 
@@ -6,8 +6,8 @@ Two kernels, because the down projection needs the whole hidden vector of an exp
 * `down`: program (u, j) computes BO columns of y[u] = h[u] down^T.
 
 A program whose expert is resident streams its tile from the bank. Otherwise it streams the tile from the pool
-(`pinned_host`, over the link), uses it, and deposits it in the bank in the same pass unless the policy bypasses the expert. The arithmetic is the
-same either way, so the result does not depend on what was resident, bit for bit.
+(`pinned_host`, over the link), uses it, and deposits it in the bank in the same pass unless the policy bypasses the
+expert. The arithmetic is the same either way, so the result does not depend on what was resident, bit for bit.
 """
 
 import functools
@@ -16,12 +16,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import call, divisor_block, load, pl, pltriton, store
+from pallas_kernels.expert_ffn.tiles import resolve_tiles
 
 
-def _project(x_ref, x_row, w_ref, row, outs, n_in, *, block_in, batch, deposit_ref=None, deposit_row=None, deposit=None):
-    """x @ w[row, start:start+width].T for each (start, width) of `outs`, fp32; optionally copies the tiles to `deposit_ref`.
+def _project(
+    x_ref, x_row, w_ref, row, outs, n_in, *, block_in, batch, deposit_ref=None, deposit_row=None, deposit=None
+):
+    """x @ w[row, start:start+width].T for each (start, width) of `outs`, summed in fp32.
 
     x_ref [.., batch, n_in] (or [.., n_in] when batch == 1, indexed by `x_row` if not None), w_ref [rows, n_out, n_in].
+    With `deposit_ref`, the tiles also go to its row `deposit_row` where `deposit` holds.
     Returns a list of [width] (batch == 1) or [batch, width] arrays.
     """
     single = batch == 1
@@ -35,7 +39,9 @@ def _project(x_ref, x_row, w_ref, row, outs, n_in, *, block_in, batch, deposit_r
         for (start, width), acc in zip(outs, accs, strict=True):
             w = load(w_ref.at[row, pl.ds(start, width), cols])
             if deposit_ref is not None:
-                store(deposit_ref.at[deposit_row, pl.ds(start, width), cols], w, mask=jnp.broadcast_to(deposit, w.shape))
+                store(
+                    deposit_ref.at[deposit_row, pl.ds(start, width), cols], w, mask=jnp.broadcast_to(deposit, w.shape)
+                )
             if single:
                 new.append(acc + w.astype(jnp.float32) * x.astype(jnp.float32)[None, :])
             else:
@@ -44,13 +50,12 @@ def _project(x_ref, x_row, w_ref, row, outs, n_in, *, block_in, batch, deposit_r
 
     shape = (lambda width: (width, block_in)) if single else (lambda width: (batch, width))
     accs = [jnp.zeros(shape(width), jnp.float32) for _, width in outs]
-    accs = [*accs] if steps else accs
     accs = jax.lax.fori_loop(0, steps, tile, accs) if steps > 1 else tile(0, accs)
     return [jnp.sum(acc, axis=1) for acc in accs] if single else accs
 
 
 def _from_row(row_ref, src_ref, deposit_ref, u, bank_ref, pool_ref, bank_out_ref, use):
-    """Calls `use(weights, row, deposit target...)` with the bank row of a resident expert or the pool row of a missing one."""
+    """Calls `use(weights, row, deposit target...)` with the bank row of a resident expert, else with the pool row."""
     row = row_ref[u]
     if pool_ref is None:
         use(bank_ref, row)
@@ -105,12 +110,27 @@ def _down_kernel(*refs, batch, n_in, block_out, block_in, offload):
         _from_row(row_ref, src_ref, dep_ref, u, bank_ref, pool_ref, bank_out_ref, use)
 
 
+def _least_tile(batch: int) -> int:
+    """A single token is multiplied and summed without tensor cores, whose tiles have at least 16 rows and columns."""
+    return 1 if batch == 1 else 16
+
+
 def decode_tiles(width: int, model: int, batch: int) -> dict:
     """Tile sizes and warps of the two kernels: divisors of the real widths, so that no tile needs a mask."""
-    least = 1 if batch == 1 else 16
+    least = _least_tile(batch)
     return {
-        "gate_up": dict(block_out=max(least, divisor_block(width, 16)), block_in=divisor_block(model, 256), num_warps=4, num_stages=3),
-        "down": dict(block_out=max(least, divisor_block(model, 16)), block_in=divisor_block(width, 256), num_warps=4, num_stages=3),
+        "gate_up": dict(
+            block_out=max(least, divisor_block(width, 16)),
+            block_in=divisor_block(model, 256),
+            num_warps=4,
+            num_stages=3,
+        ),
+        "down": dict(
+            block_out=max(least, divisor_block(model, 16)),
+            block_in=divisor_block(width, 256),
+            num_warps=4,
+            num_stages=3,
+        ),
     }
 
 
@@ -129,10 +149,10 @@ def _run(x, rows, src, deposit, count, banks, pool, *, distinct, tiles, interpre
 
     def launch(kernel, name, operand, out_shape, out_dtype, n_in, n_out, **static):
         t = tiles[name]
-        bank = banks["gate_up" if name == "gate_up" else "down"]
+        bank = banks[name]
         out = [jax.ShapeDtypeStruct(out_shape, out_dtype)]
         if offload:
-            args = (operand, rows, src, deposit, count, bank, pool["gate_up" if name == "gate_up" else "down"])
+            args = (operand, rows, src, deposit, count, bank, pool[name])
             out.append(jax.ShapeDtypeStruct(bank.shape, bank.dtype))
             aliases = {5: 1}
         else:
@@ -141,8 +161,14 @@ def _run(x, rows, src, deposit, count, banks, pool, *, distinct, tiles, interpre
             kernel, batch=padded, n_in=n_in, block_out=t["block_out"], block_in=t["block_in"], offload=offload, **static
         )
         result = call(
-            body, grid=(distinct, n_out // t["block_out"]), out_shape=tuple(out), num_warps=t["num_warps"],
-            num_stages=t["num_stages"], name=f"expert_ffn_{name}", input_output_aliases=aliases, interpret=interpret,
+            body,
+            grid=(distinct, n_out // t["block_out"]),
+            out_shape=tuple(out),
+            num_warps=t["num_warps"],
+            num_stages=t["num_stages"],
+            name=f"expert_ffn_{name}",
+            input_output_aliases=aliases,
+            interpret=interpret,
         )(*args)
         return result if offload else (result[0], bank)
 
@@ -156,7 +182,7 @@ def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, ti
     """Expert FFN of a few tokens through slots: every distinct expert on every token.
 
     Args:
-      x: [B, D] compute dtype.
+      x: [B, D] compute dtype; D and F are multiples of 16 unless B is 1.
       rows: [>= U] i32, bank row of each distinct expert (for a missing one: the free row it is deposited in).
       src: [>= U] i32, pool row of a missing expert, -1 for a resident one. Ignored when `pool` is None.
       deposit: [>= U] i32, 1 to keep a missing expert in `rows`, 0 to bypass.
@@ -168,9 +194,11 @@ def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, ti
 
     Returns:
       y [U, B, D] f32 (entries past `count` are undefined) and the banks.
+
+    Raises:
+      ValueError: tiles that do not divide F and D.
     """
-    chosen = decode_tiles(banks["down"].shape[2], x.shape[1], x.shape[0])
-    for name, over in (tiles or {}).items():
-        chosen[name] = {**chosen[name], **over}
-    static = tuple((name, tuple(sorted(t.items()))) for name, t in chosen.items())
+    batch, model = x.shape
+    width = banks["down"].shape[2]
+    static = resolve_tiles(decode_tiles(width, model, batch), tiles, width=width, model=model, least=_least_tile(batch))
     return _run(x, rows, src, deposit, count, banks, pool, distinct=distinct, tiles=static, interpret=interpret)

@@ -1,8 +1,9 @@
-"""Prefill kernels of the expert FFN: thousands of rows grouped by expert, with the next experts copied while these are computed.
+"""Prefill kernels of the expert FFN: thousands of rows grouped by expert; the next ones move while these are computed.
 
-Token-expert pairs are sorted by expert and padded to blocks of BM rows (see `layout.py`), so that a block belongs to one expert. One launch
-handles one round: `copy_programs` programs copy the experts of the *next* round from pinned host memory into their bank rows, the other
-programs walk over this round's tiles with tensor cores. A round therefore takes max(copy, compute), without streams.
+Token-expert pairs are sorted by expert and padded to blocks of BM rows (see `layout.py`), so that a block belongs to
+one expert. One launch handles one round: `copy_programs` programs copy the experts of the *next* round from pinned host
+memory into their bank rows, the other programs walk over this round's tiles with tensor cores. A round therefore takes
+max(copy, compute), without streams.
 """
 
 import functools
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import call, cdiv, divisor_block, load, pl, pltriton, store
+from pallas_kernels.expert_ffn.tiles import resolve_tiles
 
 
 def _copy_next(program, programs, span_ref, pos_row_ref, pos_src_ref, pool_ref, bank_out_ref, *, n_out, n_in):
@@ -71,12 +73,24 @@ def _split(copy_programs, compute_programs, copy, compute):
 
 def _gate_up_kernel(*refs, width, n_in, block_rows, block_out, block_in, copy_programs, compute_programs):
     if copy_programs:
-        x_ref, token_ref, block_row_ref, span_ref, pos_row_ref, pos_src_ref, bank_ref, pool_ref, h_ref, bank_out_ref = refs
+        x_ref, token_ref, block_row_ref, span_ref, pos_row_ref, pos_src_ref, bank_ref, pool_ref, h_ref, bank_out_ref = (
+            refs
+        )
     else:
         x_ref, token_ref, block_row_ref, span_ref, bank_ref, h_ref = refs
 
     def copy(program):
-        _copy_next(program, copy_programs, span_ref, pos_row_ref, pos_src_ref, pool_ref, bank_out_ref, n_out=2 * width, n_in=n_in)
+        _copy_next(
+            program,
+            copy_programs,
+            span_ref,
+            pos_row_ref,
+            pos_src_ref,
+            pool_ref,
+            bank_out_ref,
+            n_out=2 * width,
+            n_in=n_in,
+        )
 
     def tile(block, n):
         row = block_row_ref[block]
@@ -106,13 +120,27 @@ def _gate_up_kernel(*refs, width, n_in, block_rows, block_out, block_in, copy_pr
 
 def _down_kernel(*refs, n_in, n_out, block_rows, block_out, block_in, copy_programs, compute_programs):
     if copy_programs:
-        h_ref, pair_ref, block_row_ref, span_ref, pos_row_ref, pos_src_ref, y_in, bank_ref, pool_ref, y_ref, bank_out_ref = refs
+        (
+            h_ref,
+            pair_ref,
+            block_row_ref,
+            span_ref,
+            pos_row_ref,
+            pos_src_ref,
+            y_in,
+            bank_ref,
+            pool_ref,
+            y_ref,
+            bank_out_ref,
+        ) = refs
     else:
         h_ref, pair_ref, block_row_ref, span_ref, y_in, bank_ref, y_ref = refs
     del y_in  # aliased with y_ref: each round writes its own pairs
 
     def copy(program):
-        _copy_next(program, copy_programs, span_ref, pos_row_ref, pos_src_ref, pool_ref, bank_out_ref, n_out=n_out, n_in=n_in)
+        _copy_next(
+            program, copy_programs, span_ref, pos_row_ref, pos_src_ref, pool_ref, bank_out_ref, n_out=n_out, n_in=n_in
+        )
 
     def tile(block, n):
         row = block_row_ref[block]
@@ -122,7 +150,9 @@ def _down_kernel(*refs, n_in, n_out, block_rows, block_out, block_in, copy_progr
         def step(i, acc):
             cols = pl.ds(i * block_in, block_in)
             h = load(h_ref.at[rows, cols])
-            return acc + pltriton.dot(h, load(bank_ref.at[row, out, cols]).astype(h.dtype), trans_b=True, allow_tf32=False)
+            return acc + pltriton.dot(
+                h, load(bank_ref.at[row, out, cols]).astype(h.dtype), trans_b=True, allow_tf32=False
+            )
 
         y = jax.lax.fori_loop(0, n_in // block_in, step, jnp.zeros((block_rows, block_out), jnp.float32))
         pair = load(pair_ref.at[rows])
@@ -138,7 +168,9 @@ def _down_kernel(*refs, n_in, n_out, block_rows, block_out, block_in, copy_progr
 def grouped_tiles(width: int, model: int) -> dict:
     """Tile sizes and warps of the two kernels: power-of-two divisors of the real widths."""
     return {
-        "gate_up": dict(block_out=divisor_block(width, 128), block_in=divisor_block(model, 64), num_warps=8, num_stages=3),
+        "gate_up": dict(
+            block_out=divisor_block(width, 128), block_in=divisor_block(model, 64), num_warps=8, num_stages=3
+        ),
         "down": dict(block_out=divisor_block(model, 128), block_in=divisor_block(width, 64), num_warps=8, num_stages=3),
     }
 
@@ -159,46 +191,85 @@ def _run(x, y, layout, span, banks, pool, *, block_rows, programs, copy_programs
             out = (*out, jax.ShapeDtypeStruct(bank.shape, bank.dtype))
             aliases = {k + 2: v for k, v in aliases.items()} | {len(args) - 2: 1}
         body = functools.partial(
-            kernel, n_in=model if name == "gate_up" else width, block_rows=block_rows, block_out=t["block_out"],
-            block_in=t["block_in"], copy_programs=copies, compute_programs=programs - copies, **static,
+            kernel,
+            n_in=model if name == "gate_up" else width,
+            block_rows=block_rows,
+            block_out=t["block_out"],
+            block_in=t["block_in"],
+            copy_programs=copies,
+            compute_programs=programs - copies,
+            **static,
         )
         result = call(
-            body, grid=(programs,), out_shape=out, num_warps=t["num_warps"], num_stages=t["num_stages"],
-            name=f"expert_ffn_grouped_{name}", input_output_aliases=aliases, interpret=interpret,
+            body,
+            grid=(programs,),
+            out_shape=out,
+            num_warps=t["num_warps"],
+            num_stages=t["num_stages"],
+            name=f"expert_ffn_grouped_{name}",
+            input_output_aliases=aliases,
+            interpret=interpret,
         )(*args)
         return (result[0], result[1]) if copies else (result[0], bank)
 
     rows = layout["token"].shape[0]
     h, gate_up = launch(
-        _gate_up_kernel, "gate_up", (x, layout["token"], layout["block_row"], span),
-        (jax.ShapeDtypeStruct((rows, width), x.dtype),), {}, width=width,
+        _gate_up_kernel,
+        "gate_up",
+        (x, layout["token"], layout["block_row"], span),
+        (jax.ShapeDtypeStruct((rows, width), x.dtype),),
+        {},
+        width=width,
     )
     y, down = launch(
-        _down_kernel, "down", (h, layout["pair"], layout["block_row"], span, y),
-        (jax.ShapeDtypeStruct(y.shape, y.dtype),), {4: 0}, n_out=model,
+        _down_kernel,
+        "down",
+        (h, layout["pair"], layout["block_row"], span, y),
+        (jax.ShapeDtypeStruct(y.shape, y.dtype),),
+        {4: 0},
+        n_out=model,
     )
     return y, {"gate_up": gate_up, "down": down}
 
 
-def expert_ffn_round(x, y, layout, span, banks, pool, *, block_rows, programs=132, copy_programs=16, tiles=None, interpret=False):
+def expert_ffn_round(
+    x, y, layout, span, banks, pool, *, block_rows, programs=132, copy_programs=16, tiles=None, interpret=False
+):
     """One prefill round: computes blocks span[0]:span[1] and copies the missing experts of positions span[2]:span[3].
 
     Args:
-      x: [T, D]; y: [T*K, D] outputs per token-expert pair, updated in place.
-      layout: arrays of `pallas_kernels.expert_ffn.layout`: `token` and `pair` [blocks*BM] i32 (pair -1 on padding), `block_row` [blocks]
-        bank row of each block's expert, `pos_row` and `pos_src` [positions] bank row and pool row (-1: resident) of each expert in processing order.
+      x: [T, D] compute dtype, D and F multiples of 16; y: [T*K, D] outputs per token-expert pair, updated in place.
+      layout: `token` and `pair` [blocks*BM] i32 of `group_pairs` (pair -1 on padding), `block_row` [blocks] i32 bank
+        row of each block's expert, `pos_row` and `pos_src` [positions] i32 bank row and pool row (-1: resident) of each
+        expert in processing order.
       span: [4] i32 as above.
       banks, pool: as in `expert_ffn_decode`.
       block_rows: BM, a power of two >= 16.
       programs: programs launched (about the number of multiprocessors), of which `copy_programs` copy.
+      tiles: overrides of `grouped_tiles` (for the benchmarks).
 
-    Returns y and the banks.
+    Returns:
+      y and the banks.
+
+    Raises:
+      ValueError: block_rows, copy_programs or tiles out of range.
     """
-    chosen = grouped_tiles(banks["down"].shape[2], x.shape[1])
-    for name, over in (tiles or {}).items():
-        chosen[name] = {**chosen[name], **over}
-    static = tuple((name, tuple(sorted(t.items()))) for name, t in chosen.items())
+    if block_rows < 16 or block_rows & (block_rows - 1):
+        raise ValueError(f"block_rows = {block_rows}: must be a power of two >= 16")
+    if not 0 < copy_programs < programs:
+        raise ValueError(f"copy_programs = {copy_programs}: must be between 1 and programs - 1 = {programs - 1}")
+    width, model = banks["down"].shape[2], x.shape[1]
+    static = resolve_tiles(grouped_tiles(width, model), tiles, width=width, model=model, least=16)
     return _run(
-        x, y, layout, span, banks, pool, block_rows=block_rows, programs=programs, copy_programs=copy_programs,
-        tiles=static, interpret=interpret,
+        x,
+        y,
+        layout,
+        span,
+        banks,
+        pool,
+        block_rows=block_rows,
+        programs=programs,
+        copy_programs=copy_programs,
+        tiles=static,
+        interpret=interpret,
     )

@@ -14,7 +14,8 @@ def group_pairs(ids, live, position_of_expert, positions: int, block_rows: int):
 
     Returns a dict:
       token, pair: [blocks*BM] i32, the token and the pair t*K+k in each padded row (token 0 and pair -1 on padding);
-      block_position: [blocks] i32 (positions on unused blocks); block_end: [positions] i32, first block after each position.
+      block_position: [blocks] i32, whose expert each block is (`positions` on unused blocks);
+      block_end: [positions] i32, first block after each position.
     """
     tokens, k = ids.shape
     pairs = tokens * k

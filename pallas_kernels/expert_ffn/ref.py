@@ -1,4 +1,4 @@
-"""Expert FFN in plain jax.numpy: the reference of the kernels, and the path of platforms without Pallas-Triton (CPU)."""
+"""Expert FFN in plain jax.numpy: the kernels' reference, and the path of platforms without Pallas-Triton (CPU)."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def _matmul_t(x, w):
 
 
 def fetch_rows(rows, src, first, last, banks, pool):
-    """Moves the missing experts among entries first:last (src >= 0) from the pool (host memory space) into their bank rows.
+    """Moves the missing experts (src >= 0) among entries first:last from the pool (host memory) into their bank rows.
 
     One row at a time by slice, then move, then an in-place update: the only form that is safe on a pinned_host operand.
     """

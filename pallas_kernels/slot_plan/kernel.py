@@ -1,7 +1,8 @@
 """The slot plan of one decode event in a single program (the rule is that of `host_offload/plan.py`).
 
-Victims and free rows are found one at a time by block-wide reductions: an event with only hits does none of them, and a miss costs
-far more on the link than its reductions here. State is read once and written once, so no thread depends on another's store.
+Victims and free rows are found one at a time by block-wide reductions: an event with only hits does none of them, and
+a miss costs far more on the link than its reductions here. State is read once and written once, so no thread depends on
+another's store. Priorities are compared as integers, so the GPU orders subnormals, -0 and NaN as NumPy does.
 """
 
 import functools
@@ -12,10 +13,19 @@ import jax.numpy as jnp
 from pallas_kernels._compat import call, load, next_power_of_2, pl, store
 
 _BIG = 2**30
+_INT32_MAX = 2**31 - 1
+_INF_BITS = 0x7F800000  # float32 +inf
 
 
 def _count(mask):
     return jnp.sum(mask.astype(jnp.int32))
+
+
+def _retention_key(priority):
+    """int32 that orders as float32 `priority` does: -0 equals +0, NaN is below -inf; as in `host_offload/plan.py`."""
+    bits = jax.lax.bitcast_convert_type(priority, jnp.int32)
+    magnitude = bits & _INT32_MAX
+    return jnp.where(magnitude > _INF_BITS, -_INT32_MAX, jnp.where(bits < 0, -magnitude, magnitude))
 
 
 def _plan_kernel(
@@ -69,7 +79,7 @@ def _plan_kernel(
 
         dest, _ = jax.lax.fori_loop(0, n_miss, take, (e * 0 - 1, n_miss * 0 - 1))
 
-        # 2. Who leaves: the n_drop lowest of the candidates, by (class, priority); ties: the higher number first.
+        # 2. Who leaves: the n_drop lowest of the candidates, by key; ties: the higher number first.
         n = jnp.arange(next_power_of_2(layers * experts), dtype=jnp.int32)
         n_expert, real = n - base, n < layers * experts
         mine = (n_expert >= 0) & (n_expert < experts)
@@ -81,17 +91,15 @@ def _plan_kernel(
         all_slots = load(slot_ref.at[n], mask=real, other=-1)
         priority = load(priority_ref.at[n], mask=real, other=0.0)
         candidate = ((all_slots >= 0) & (mine | global_scope)) | needed
-        # Forced admission: needed experts outrank the rest; among them the order of processing decides (hits first, ascending).
-        is_forced = needed & forced
-        order = jnp.where(all_slots >= 0, n_expert, n_expert + experts).astype(jnp.float32)
-        key = jnp.where(is_forced, order, jnp.where(priority == priority, priority, -jnp.inf))
+        # Forced admission: keys of needed experts are above every priority's, and rise in the order of processing: hits
+        # first, each ascending.
+        order = jnp.where(all_slots >= 0, n_expert, n_expert + experts)
+        key = jnp.where(needed & forced, _INT32_MAX - 2 * experts + order, _retention_key(priority))
 
         def drop(_, carry):
             left, bypassed, evicted = carry
-            any_free = _count(left & ~is_forced) > 0
-            eligible = left & (is_forced != any_free)
-            lowest = jnp.min(jnp.where(eligible, key, jnp.inf))
-            victim = jnp.max(jnp.where(eligible & (key == lowest), n, -1))
+            lowest = jnp.min(jnp.where(left, key, _INT32_MAX))
+            victim = jnp.max(jnp.where(left & (key == lowest), n, -1))
             row = jnp.max(jnp.where(n == victim, all_slots, -1))
 
             @pl.when(row >= 0)
@@ -133,24 +141,31 @@ def slot_plan(ids, live, control, priority, slot_of, owner, counters, resident, 
 
     Args:
       ids: [B*K] i32 expert of each pair; live: [B*K] i32, 0 for rows that do not count.
-      control: [L+2] i32: capacity of each layer (the total in every entry under global scope), global scope (0/1), forced admission (0/1).
-      priority: [L*E] f32, read for candidates only; NaN counts as lowest.
-      slot_of: [L*E] i32; owner: [R] i32; counters: [L*4] i32 (hits, misses, bypasses, evictions); resident: [1] i32, occupied rows.
+      control: [L+2] i32: capacity of each layer (the total in every entry under global scope), global scope (0/1),
+        forced admission (0/1).
+      priority: [L*E] f32, of account for candidates only; NaN counts as lowest, below -inf.
+      slot_of: [L*E] i32; owner: [rows] i32 with at least as many free rows as the event misses.
+      counters: [L*4] i32 (hits, misses, bypasses, evictions); resident: [1] i32, occupied rows.
 
     Returns:
-      dict with `rows`, `src`, `deposit` [E padded to a power of two] i32, of which the first `count` [1] entries are the needed experts in
-      ascending order, `entry` [B*K] i32 (index of each pair's expert among them); and the new (slot_of, owner, counters, resident).
+      A dict with `rows`, `src`, `deposit` [E padded to a power of two] i32, of which the first `count` [1] entries are
+      the needed experts in ascending order (bank row, expert number to fetch or -1, 1 to keep a fetched one), and
+      `entry` [B*K] i32, the index of each pair's expert among them (0 on dead rows);
+      and the new (slot_of, owner, counters, resident).
     """
     layers, pairs = control.shape[0] - 2, ids.shape[0]
     experts = slot_of.shape[0] // layers
     listed = next_power_of_2(experts)
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    body = functools.partial(_plan_kernel, layer=layer, layers=layers, experts=experts, rows=owner.shape[0], pairs=pairs)
+    body = functools.partial(
+        _plan_kernel, layer=layer, layers=layers, experts=experts, rows=owner.shape[0], pairs=pairs
+    )
     out = call(
         body,
         grid=(1,),
         out_shape=tuple(
-            i32(s) for s in ((listed,), (listed,), (listed,), (1,), (pairs,), slot_of.shape, owner.shape, counters.shape, (1,))
+            i32(s)
+            for s in ((listed,), (listed,), (listed,), (1,), (pairs,), slot_of.shape, owner.shape, counters.shape, (1,))
         ),
         num_warps=4,
         num_stages=1,

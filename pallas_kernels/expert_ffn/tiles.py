@@ -1,0 +1,37 @@
+"""Tile sizes of the expert FFN kernels: defaults merged with overrides, checked once, made hashable for `jax.jit`."""
+
+
+def resolve_tiles(defaults: dict, overrides: dict | None, *, width: int, model: int, least: int) -> tuple:
+    """Tile parameters of both kernels as a static argument.
+
+    Args:
+      defaults: {"gate_up": {...}, "down": {...}}, each with `block_out`, `block_in`, `num_warps`, `num_stages`.
+      overrides: the same form, any part of it, or None.
+      width: F; model: D.
+      least: smallest side of a tile: 16 where tensor cores work on it, else 1.
+
+    Returns:
+      ((kernel, ((parameter, value), ...)), ...), which `dict` turns back.
+
+    Raises:
+      ValueError: unknown kernel or parameter; a block that is below `least`, no power of two, or does not divide the
+        side that it cuts: columns past the last whole block would silently be left out.
+    """
+    tiles = {name: dict(t) for name, t in defaults.items()}
+    for name, over in (overrides or {}).items():
+        unknown = sorted(set(over) - set(tiles.get(name, ())))
+        if unknown or name not in tiles:
+            raise ValueError(
+                f"tiles[{name!r}] = {over!r}: kernels are {sorted(tiles)}, parameters {sorted(tiles['down'])}"
+            )
+        tiles[name].update(over)
+    sides = {"gate_up": {"block_out": width, "block_in": model}, "down": {"block_out": model, "block_in": width}}
+    for name, cut in sides.items():
+        for parameter, side in cut.items():
+            block = tiles[name][parameter]
+            if block < least or block & (block - 1) or side % block:
+                raise ValueError(
+                    f"tiles[{name!r}][{parameter!r}] = {block} for F = {width}, D = {model}: must be a power of two >= "
+                    f"{least} that divides {side}; if {side} has no such divisor, use implementation='xla'"
+                )
+    return tuple((name, tuple(sorted(t.items()))) for name, t in tiles.items())
