@@ -45,7 +45,9 @@ class Plan(NamedTuple):
     n_evicted: Any
 
 
-def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_scope, forced_admit, t):
+def plan_event(
+    xp, *, need, slot_of, owner, priority, layer, capacity, global_scope, forced_admit, t, assign_rows=True
+):
     """Plans one event after the policy observed it.
 
     Args:
@@ -63,6 +65,8 @@ def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_sc
             residents. True, `atomic-forced-admit`: all needed experts stay; if there are more than `capacity`, they are
             processed hits first, then misses, each in ascending order, and the last `capacity` of them stay.
         t: int32 scalar, the event clock, handed to `priority`.
+        assign_rows: static; False leaves `dest` at -1 for an event that is served in rounds (`schedule.py`), which may
+            miss more experts than there are free rows.
 
     Returns:
         A `Plan`; the j-th missing expert in ascending order is written to the j-th lowest free row.
@@ -80,7 +84,8 @@ def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_sc
             f"owner and slot_of: expected int32 [rows] and [L, E], got {owner.dtype} {owner.shape} and {slot_of.dtype}"
         )
     if xp is np:
-        return _plan_numpy(need, slot_of, owner, priority, int(layer), int(capacity), global_scope, forced_admit, t)
+        settings = int(layer), int(capacity), global_scope, forced_admit
+        return _plan_numpy(need, slot_of, owner, priority, *settings, t, assign_rows)
 
     row = slot_of[layer]  # [E]
     hit, miss = need & (row >= 0), need & (row < 0)
@@ -104,6 +109,9 @@ def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_sc
         kept = _keep_traced(xp, key, (resident & in_scope) | needed, capacity)
         admit = miss & kept.reshape(L, E)[layer]
         evict = leaving = resident & in_scope & ~kept
+    if not assign_rows:
+        dest = xp.full((E,), -1, xp.int32)
+        return Plan(layer, hit, miss, admit, miss & ~admit, dest, evict, leaving.sum(dtype=xp.int32))
     # The j-th free row is preceded by exactly the rows whose running count of free rows is below j.
     free_count = xp.cumsum(owner < 0, dtype=xp.int32)  # [rows]
     nth = _running_count(xp, miss)  # [E], 1-based for the missing
@@ -210,7 +218,7 @@ def _dropped_ids(ids, key, n_drop):
     return np.concatenate([below, tied[len(tied) - (n_drop - len(below)) :]])
 
 
-def _plan_numpy(need, slot_of, owner, priority, layer, capacity, global_scope, forced_admit, t):
+def _plan_numpy(need, slot_of, owner, priority, layer, capacity, global_scope, forced_admit, t, assign_rows):
     L, E = slot_of.shape
     if not 0 <= layer < L:
         raise ValueError(f"layer: {layer} is outside 0..{L - 1}")
@@ -222,7 +230,7 @@ def _plan_numpy(need, slot_of, owner, priority, layer, capacity, global_scope, f
     base = layer * E
 
     dest = np.full(E, -1, np.int32)
-    if missing.size:
+    if missing.size and assign_rows:
         free = np.flatnonzero(owner < 0)
         if free.size < missing.size:
             raise ValueError(

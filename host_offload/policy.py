@@ -22,11 +22,13 @@ class Policy(abc.ABC):
     """The interface of a cache policy; subclass it, set `name`, and `register` the class.
 
     `name` is the registry name. Policies that keep the very same statistics (equal `init`, `observe` and `reset`) may
-    set `shares` to a common word: a `PolicySet` then keeps and updates one copy for all of them.
+    set `shares` to a common word: a `PolicySet` then keeps and updates one copy for all of them. A policy that sets
+    `uses_scores = False` gets zeros for `scores` in the callback transport, which then need not read them back.
     """
 
     name: str = ""
     shares: str | None = None
+    uses_scores: bool = True
 
     @abc.abstractmethod
     def init(self, xp, L, E, seed):
@@ -126,6 +128,7 @@ class AccessPolicy(Policy):
     """
 
     shares = "access"
+    uses_scores = False
 
     def init(self, xp, L, E, seed):
         return {"count": xp.zeros((L, E), xp.int32), "last": xp.full((L, E), -1, xp.int32)}
@@ -190,6 +193,7 @@ class StaticPin(Policy):
     """
 
     name = "static"
+    uses_scores = False
 
     def __init__(self, frequency=None):
         if isinstance(frequency, str | os.PathLike):
@@ -245,6 +249,7 @@ class PolicySet(Policy):
             raise ValueError("policies: a PolicySet needs at least one policy")
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"policies: names in a PolicySet must differ, got {list(self.names)}")
+        self.uses_scores = any(policy.uses_scores for policy in self.policies)
         self._keys = tuple(policy.shares or policy.name for policy in self.policies)
         self._groups = dict(zip(reversed(self._keys), reversed(self.policies), strict=True))
         if "select" in self._groups:

@@ -1,0 +1,159 @@
+"""What all transports share: their settings, and the pieces of an event that do not depend on how rows move."""
+
+import abc
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.plan import check_invariants
+from host_offload.slots import round_group, spare_rows
+
+
+class Transport(abc.ABC):
+    """How a missing expert reaches the device, and where the cache's decisions are made.
+
+    Args:
+      spec: `RowSpec` of the experts.
+      pool: `ExpertPool`, or None when every expert is resident.
+      budget: `SlotBudget`, the slots of this cache.
+      policy: `Policy`; forced_admit: contract `atomic-forced-admit` instead of `atomic-bypass`.
+      max_pairs: most token-expert pairs of a decode step (B * K).
+      implementation: "pallas", "interpret" or "xla", see `pallas_kernels.expert_ffn`.
+      bank_rows: rows to allocate at least (a bank kept from a larger cache).
+
+    Owner thread: the engine's. The cache state is a pytree made by `create_state`, passed through the jitted step and donated.
+    """
+
+    name: str
+    plans = True  # whether a policy decides
+
+    def __init__(self, spec, pool, budget, policy, *, forced_admit, max_pairs, implementation, seed=0, bank_rows=0):
+        self.spec, self.pool, self.policy = spec, pool, policy
+        self.implementation, self.seed = implementation, seed
+        self.group = round_group(spec)
+        self.spare = spare_rows(spec, max_pairs, self.group)
+        self.budget, self.forced_admit = budget, forced_admit
+        self.rows = max(bank_rows, budget.total + self.spare)
+
+    def configure(self, budget, forced_admit):
+        """New quotas, scope and contract over the same banks; the caller then empties the state. No recompilation."""
+        if budget.total + self.spare > self.rows:
+            raise ValueError(
+                f"{budget.total} slots and {self.spare} spare rows need more than the {self.rows} rows of this bank"
+            )
+        self.budget, self.forced_admit = budget, forced_admit
+
+    @property
+    def kernel(self) -> str:
+        """Names the code path of the expert FFN for stats."""
+        how = {"pallas": "pallas-triton", "interpret": "pallas-interpret", "xla": "xla"}[self.implementation]
+        return f"{self.name}/{how}"
+
+    @abc.abstractmethod
+    def create_state(self):
+        """A new, empty cache state with banks on the device."""
+
+    @abc.abstractmethod
+    def operands(self):
+        """Arrays that a jitted step takes beside the state and never donates: pool slabs and control values."""
+
+    @abc.abstractmethod
+    def bind(self, operands, *, prefill, block_rows=None):
+        """The `experts` callable of one traced step."""
+
+    @abc.abstractmethod
+    def empty(self, state):
+        """The state with free slots and a fresh policy, over the same banks."""
+
+    @abc.abstractmethod
+    def tables(self, state):
+        """(slot_of [L, E], owner [rows]) as NumPy arrays."""
+
+    @abc.abstractmethod
+    def begin(self, state):
+        """Zeroes the counters (traced, at the start of a jitted call)."""
+
+    @abc.abstractmethod
+    def read_counters(self, state):
+        """[L, 4] int32 NumPy counters of the last jitted call."""
+
+    @abc.abstractmethod
+    def reset_policy(self, state):
+        """The policy at the start of a request (`Policy.reset`)."""
+
+    def finish_step(self, state):
+        """Advances the clock and hands out the routing of the step: (state, (ids, weights, scores) a layer)."""
+        return replace(state, step=state.step + 1, record=()), state.record
+
+    def take_error(self):
+        """The exception of a callback since the last call, or None."""
+        return None
+
+    def close(self):
+        """Releases what the transport holds beside the state and the pool."""
+
+    def verify(self, state, source=None):
+        """Raises RuntimeError unless the tables are inverse and every occupied row holds its expert's bytes.
+
+        `source`: `RowSource` to compare with; default the pool.
+        """
+        slot_of, owner = self.tables(state)
+        check_invariants(slot_of, owner)
+        for name, (shape, dtype) in self.spec.tensors.items():
+            bank = state.banks[name]
+            for row in np.flatnonzero(owner >= 0):
+                layer, expert = divmod(int(owner[row]), self.spec.E)
+                if source is None:
+                    wanted = self.pool.view(layer, name)[expert]
+                else:
+                    wanted = np.empty(shape, dtype)
+                    source.read(layer, expert, name, wanted)
+                if np.asarray(bank[row]).tobytes() != wanted.tobytes():
+                    raise RuntimeError(f"bank {name!r} row {row} differs from layer {layer} expert {expert}, its owner")
+
+
+def record(state, ids, weights, scores):
+    """Appends a layer's routing to the running step's record."""
+    return replace(state, record=(*state.record, (ids, weights, scores)))
+
+
+def event_need(ids, live, E):
+    """[E] bool: distinct experts of the live rows; ids [T, K], live [T]."""
+    if ids.size <= 4096:  # one fused reduction; a long chunk marks instead of comparing
+        hit = (ids[:, :, None] == jnp.arange(E, dtype=jnp.int32)) & live[:, None, None]
+        return jnp.any(hit, axis=(0, 1))
+    where = jnp.where(live[:, None], ids, E).reshape(-1)
+    return jnp.zeros((E,), bool).at[where].set(True, mode="drop")
+
+
+def event_scores(scores, live):
+    """[E] f32: router scores of the live rows, each rounded through float16 as traces store them, summed."""
+    rounded = scores.astype(jnp.float16).astype(jnp.float32)
+    return jnp.sum(jnp.where(live[:, None], rounded, 0), axis=0)
+
+
+def combine_decode(y, entry, weights, live):
+    """Weighted sum over each token's experts in the order of its ids: y [U, B, D], entry and weights [B, K] -> [B, D] f32."""
+    B, K = entry.shape
+    rows = jnp.arange(B, dtype=jnp.int32)
+    out = jnp.zeros(y.shape[1:], jnp.float32)
+    for k in range(K):
+        out = out + weights[:, k, None].astype(jnp.float32) * y[entry[:, k], rows]
+    return jnp.where(live[:, None], out, 0)
+
+
+def combine_prefill(y, weights, live):
+    """As `combine_decode` for y [T*K, D] in pair order."""
+    T, K = weights.shape
+    y = y.reshape(T, K, -1)
+    out = jnp.zeros((T, y.shape[-1]), jnp.float32)
+    for k in range(K):
+        out = out + weights[:, k, None].astype(jnp.float32) * y[:, k].astype(jnp.float32)
+    return jnp.where(live[:, None], out, 0)
+
+
+def device_platform() -> str:
+    """Platform of the default device: "gpu" or "cpu"."""
+    return jax.devices()[0].platform

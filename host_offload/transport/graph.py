@@ -1,0 +1,241 @@
+"""The transports whose cache lives in the XLA program: `device` (experts in pinned host memory) and `resident` (all on the GPU)."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.plan import apply, plan_event
+from host_offload.schedule import max_rounds, schedule_rounds
+from host_offload.slots import BYPASSES, EVICTIONS, HITS, MISSES, SlotCache, control_vector, empty_banks
+from host_offload.transport.base import Transport, combine_decode, combine_prefill, event_need, event_scores, record
+from pallas_kernels.expert_ffn import expert_ffn_decode, expert_ffn_round, group_pairs
+from pallas_kernels.slot_plan import slot_plan
+
+
+class GraphTransport(Transport):
+    """Lookup, plan, move and compute in one program; the policy runs in the graph and no host is in the loop.
+
+    On an NVIDIA GPU the plan of a decode event is one kernel and the expert kernels read missing rows straight from pinned memory
+    ("read-use-deposit"). Elsewhere the same steps are plain XLA. The cache tables are part of the donated `SlotCache`.
+    """
+
+    name = "device"
+
+    def create_state(self) -> SlotCache:
+        L, E = self.spec.L, self.spec.E
+        return SlotCache(
+            banks=empty_banks(self.spec, self.rows),
+            slot_of=jnp.full((L, E), -1, jnp.int32),
+            owner=jnp.full((self.rows,), -1, jnp.int32),
+            resident=jnp.zeros((1,), jnp.int32),
+            counters=jnp.zeros((L, 4), jnp.int32),
+            policy=self.policy.init(jnp, L, E, self.seed),
+            step=jnp.zeros((), jnp.int32),
+            error=jnp.zeros((1,), jnp.int32),
+        )
+
+    def operands(self):
+        control = control_vector(self.budget, self.forced_admit)
+        return {"pool": self.pool.slabs if self.pool else None, "control": jnp.asarray(control)}
+
+    def empty(self, state):
+        """The same banks with nobody in them and a policy that has seen nothing."""
+        L, E = self.spec.L, self.spec.E
+        return replace(
+            state,
+            slot_of=jnp.full((L, E), -1, jnp.int32),
+            owner=jnp.full((self.rows,), -1, jnp.int32),
+            resident=jnp.zeros((1,), jnp.int32),
+            counters=jnp.zeros((L, 4), jnp.int32),
+            policy=self.policy.init(jnp, L, E, self.seed),
+            step=jnp.zeros((), jnp.int32),
+            error=jnp.zeros((1,), jnp.int32),
+        )
+
+    def tables(self, state):
+        return np.asarray(state.slot_of), np.asarray(state.owner)
+
+    def read_counters(self, state):
+        return np.asarray(state.counters)
+
+    def begin(self, state):
+        return replace(state, counters=jnp.zeros_like(state.counters))
+
+    def reset_policy(self, state):
+        return replace(state, policy=self.policy.reset(jnp, state.policy))
+
+    def bind(self, operands, *, prefill, block_rows=None):
+        """The `experts` callable for one traced step (see docs/architecture.md, "Model and experts")."""
+        pool, control = operands["pool"], operands["control"]
+
+        def experts(layer, x, ids, weights, scores, live, token_ids, state):
+            del token_ids
+            step = self._prefill if prefill else self._decode
+            more = {"block_rows": block_rows} if prefill else {}
+            y, new = step(layer, x, ids, weights, scores, live, state, pool[layer] if pool else None, control, **more)
+            return y, record(new, ids, weights, scores)
+
+        return experts
+
+    # ------------------------------------------------------------------------------------------------------- one event
+
+    def _observe(self, layer, need, scores, live, state):
+        t = state.step * self.spec.L + layer
+        if not self.plans:
+            return t, state
+        with jax.named_scope("policy"):
+            seen = self.policy.observe(jnp, state.policy, layer, need, event_scores(scores, live), t)
+        return t, replace(state, policy=seen)
+
+    def _priority_grid(self, state, t):
+        L, E = self.spec.L, self.spec.E
+        if not self.plans:
+            return jnp.zeros((L * E,), jnp.float32)
+        grid = jnp.arange(L * E, dtype=jnp.int32)
+        return self.policy.priority(jnp, state.policy, grid // E, grid % E, t)
+
+    def _plan(self, layer, need, state, control, t, assign_rows=True):
+        L = self.spec.L
+        return plan_event(
+            jnp,
+            need=need,
+            slot_of=state.slot_of,
+            owner=state.owner,
+            priority=lambda layers, experts, t: self.policy.priority(jnp, state.policy, layers, experts, t),
+            layer=layer,
+            capacity=control[layer],
+            global_scope=control[L] != 0,
+            forced_admit=control[L + 1] != 0,
+            t=t,
+            assign_rows=assign_rows,
+        )
+
+    def _apply(self, plan, state):
+        slot_of, owner = apply(jnp, plan, state.slot_of, state.owner)
+        change = jnp.zeros((4,), jnp.int32)
+        for index, mask in ((HITS, plan.hit), (MISSES, plan.miss), (BYPASSES, plan.bypass)):
+            change = change.at[index].set(jnp.sum(mask, dtype=jnp.int32))
+        change = change.at[EVICTIONS].set(plan.n_evicted)
+        admitted = jnp.sum(plan.admit, dtype=jnp.int32) - plan.n_evicted
+        return replace(
+            state,
+            slot_of=slot_of,
+            owner=owner,
+            resident=state.resident + admitted,
+            counters=state.counters.at[plan.layer].add(change, mode="promise_in_bounds"),
+        )
+
+    def _decode(self, layer, x, ids, weights, scores, live, state, pool, control):
+        E = self.spec.E
+        pairs = ids.reshape(-1)
+        need = event_need(ids, live, E)
+        t, state = self._observe(layer, need, scores, live, state)
+        with jax.named_scope("plan"):
+            if self.implementation == "xla":
+                plan = self._plan(layer, need, state, control, t)
+                order = jnp.argsort(~need, stable=True).astype(jnp.int32)
+                expert = jnp.arange(E, dtype=jnp.int32)
+                rows = jnp.where(plan.miss, plan.dest, state.slot_of[layer])[order]
+                src = jnp.where(plan.miss, expert, -1)[order]
+                deposit = plan.admit[order].astype(jnp.int32)
+                count = jnp.sum(need, dtype=jnp.int32)[None]
+                entry = (jnp.cumsum(need, dtype=jnp.int32) - 1)[pairs]
+                entry = jnp.where(jnp.repeat(live, ids.shape[1]), entry, 0)
+                state = self._apply(plan, state)
+            else:
+                listed, tables = slot_plan(
+                    pairs,
+                    jnp.repeat(live, ids.shape[1]).astype(jnp.int32),
+                    control,
+                    self._priority_grid(state, t),
+                    state.slot_of.reshape(-1),
+                    state.owner,
+                    state.counters.reshape(-1),
+                    state.resident,
+                    layer=layer,
+                    interpret=self.implementation == "interpret",
+                )
+                rows, src, deposit, count, entry = (listed[k] for k in ("rows", "src", "deposit", "count", "entry"))
+                slot_of, owner, counters, resident = tables
+                state = replace(
+                    state,
+                    slot_of=slot_of.reshape(state.slot_of.shape),
+                    owner=owner,
+                    counters=counters.reshape(state.counters.shape),
+                    resident=resident,
+                )
+        distinct = min(E, pairs.shape[0])
+        with jax.named_scope("expert_ffn"):
+            y, banks = expert_ffn_decode(
+                x, rows, src, deposit, count, state.banks, pool, distinct=distinct, implementation=self.implementation
+            )
+            out = combine_decode(y, entry.reshape(ids.shape), weights, live)
+        return out, replace(state, banks=banks)
+
+    def _prefill(self, layer, x, ids, weights, scores, live, state, pool, control, *, block_rows):
+        E = self.spec.E
+        need = event_need(ids, live, E)
+        t, state = self._observe(layer, need, scores, live, state)
+        with jax.named_scope("plan"):
+            plan = self._plan(layer, need, state, control, t, assign_rows=False)
+            order = schedule_rounds(jnp, plan, need, state.slot_of, state.owner, group=self.group)
+            layout = group_pairs(ids, live, order.position, E, block_rows)
+            layout["block_row"] = order.row[jnp.minimum(layout["block_position"], E - 1)]
+            layout["pos_row"], layout["pos_src"] = order.row, order.src
+            ends = jnp.concatenate([jnp.zeros((1,), jnp.int32), layout["block_end"]])
+            state = self._apply(plan._replace(dest=order.dest), state)
+
+        def compute(r, carry):
+            y, banks = carry
+            lo, hi, to = order.bounds[r], order.bounds[r + 1], order.bounds[r + 2]
+            span = jnp.stack([ends[lo], ends[hi], hi, to])
+            return expert_ffn_round(
+                x, y, layout, span, banks, pool, block_rows=block_rows, implementation=self.implementation
+            )
+
+        with jax.named_scope("expert_ffn"):
+            y = jnp.zeros((ids.size, x.shape[1]), x.dtype)
+            if pool is None:
+                y, banks = compute(0, (y, state.banks))
+            else:
+                rounds = jnp.minimum(order.rounds, max_rounds(E, self.group))
+                y, banks = jax.lax.fori_loop(0, rounds, compute, (y, state.banks))
+            out = combine_prefill(y, weights, live)
+        return out, replace(state, banks=banks)
+
+
+class ResidentTransport(GraphTransport):
+    """Every expert in a slot from the start: nothing moves, no policy runs. The reference for the other transports."""
+
+    name = "resident"
+    plans = False
+
+    def load(self, state, store, fill):
+        """Fills all slots from `store`, one layer at a time through a host buffer; `fill(layer, name, out)` reads a layer."""
+        L, E = self.spec.L, self.spec.E
+        put = jax.jit(
+            lambda bank, rows, at: jax.lax.dynamic_update_slice_in_dim(bank, rows, at, 0), donate_argnums=0
+        )
+        banks = dict(state.banks)
+        for name, (shape, dtype) in self.spec.tensors.items():
+            for layer in range(L):
+                rows = np.empty((E, *shape), dtype)
+                fill(layer, name, rows)
+                banks[name] = jax.block_until_ready(put(banks[name], rows, np.int32(layer * E)))
+        slots = jnp.arange(L * E, dtype=jnp.int32)
+        owner = jnp.full((self.rows,), -1, jnp.int32).at[: L * E].set(slots)
+        return replace(
+            state,
+            banks=banks,
+            slot_of=slots.reshape(L, E),
+            owner=owner,
+            resident=jnp.full((1,), L * E, jnp.int32),
+        )
+
+    def empty(self, state):
+        return replace(state, counters=jnp.zeros_like(state.counters), step=jnp.zeros((), jnp.int32))
+
+    def reset_policy(self, state):
+        return state
