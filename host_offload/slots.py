@@ -31,7 +31,7 @@ class SlotCache:
     resident: [1] int32 occupied rows. counters: [L, 4] int32 hits, misses, bypasses, evictions since the last call. policy: the policy's state. step: int32
     scalar, steps so far (the event clock is step * L + layer). error: [1] int32, 1 after a fault in a callback. record: routing of the
     running step, a tuple that grows by one entry a layer while a step is traced; empty between steps.
-    In the callback transport the tables live on the host, and slot_of, owner, resident, counters and policy are empty here.
+    In the callback transport the tables live on the host, and slot_of, owner, resident, counters and policy are None here.
     """
 
     banks: dict[str, jax.Array]

@@ -88,14 +88,13 @@ class CallbackTransport(Transport):
         self._round = 0
 
     def create_state(self):
-        empty = jnp.zeros((0,), jnp.int32)
         return SlotCache(
             banks=empty_banks(self.spec, self.rows),
-            slot_of=empty,
-            owner=empty,
-            resident=empty,
-            counters=empty,
-            policy={},
+            slot_of=None,
+            owner=None,
+            resident=None,
+            counters=None,
+            policy=None,
             step=jnp.zeros((), jnp.int32),
             error=jnp.zeros((1,), jnp.int32),
         )
@@ -143,19 +142,20 @@ class CallbackTransport(Transport):
 
     def _call(self, body, layer, tables, values, state):
         """buffer_callback of body(layer, ctx, mover outputs...) with banks and error word updated in place."""
-        small = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in tables.items()}
-        results = (small, state.error, state.banks)
-        arguments = (values, state.error, state.banks)
-        first_in, first_out = len(jax.tree.leaves(values)), len(small)
-        kept = 1 + len(state.banks)
+        names = list(state.banks)
+        # Flat arguments and results: that is how buffer_callback numbers its aliases.
+        results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in tables.values()]
+        kept = [state.error, *state.banks.values()]
+        results += [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in kept]
         call = buffer_callback(
-            partial(self._guarded, body, layer),
-            jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), results),
+            partial(self._guarded, body, layer, list(tables), list(values), names),
+            results,
             has_side_effect=True,
-            input_output_aliases={first_in + i: first_out + i for i in range(kept)},
+            input_output_aliases={len(values) + i: len(tables) + i for i in range(len(kept))},
         )
-        small, error, banks = call(*arguments)
-        return small, replace(state, error=error, banks=banks)
+        *small, error = (out := call(*values.values(), *kept))[: len(tables) + 1]
+        banks = dict(zip(names, out[len(tables) + 1 :], strict=True))
+        return dict(zip(tables, small, strict=True)), replace(state, error=error, banks=banks)
 
     def _scores(self, scores, live):
         return {"scores": event_scores(scores, live)} if self.policy.uses_scores else {}
@@ -207,9 +207,11 @@ class CallbackTransport(Transport):
 
     # ---------------------------------------------------------------------------------------------- run by XLA's thread
 
-    def _guarded(self, body, layer, ctx, outputs, values, error_in, banks_in):
-        del error_in, banks_in  # aliased with the outputs
-        small, error, banks = outputs
+    def _guarded(self, body, layer, tables, value_names, bank_names, ctx, outputs, *inputs):
+        small = dict(zip(tables, outputs, strict=False))
+        error = outputs[len(tables)]
+        banks = dict(zip(bank_names, outputs[len(tables) + 1 :], strict=True))  # the inputs of these are the same memory
+        values = dict(zip(value_names, inputs, strict=False))
         if self._error is None:
             try:
                 body(layer, ctx, small, values, banks)

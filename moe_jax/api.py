@@ -1,0 +1,514 @@
+"""`MoE`: a model from a directory or hub id, ready to generate, with its expert cache open to inspection and change."""
+
+import dataclasses
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from host_offload.policy import Policy
+from host_offload.trace import Trace
+from moe_jax.checkpoint import Checkpoint, resolve
+from moe_jax.config import OffloadConfig
+from moe_jax.engine.engine import Run
+from moe_jax.engine.loading import (
+    CacheBuilder,
+    build_engine,
+    choose_transport,
+    device_bytes,
+    kv_plan,
+    make_policy,
+    read_parts,
+    select_policy,
+)
+from moe_jax.engine.programs import NO_TOKEN
+from moe_jax.engine.stats import RunStats
+from moe_jax.errors import ConfigError, InputError, MoEJaxError, TransportError
+from moe_jax.generation.inputs import PreparedBatch, assemble, prepare
+from moe_jax.generation.sampling import SamplingParams
+from moe_jax.generation.stopping import StopMatcher
+from moe_jax.generation.text import IncrementalDecoder, StreamerFeed, load_tokenizer, require_tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Device memory for activations and XLA's scratch, beside what is counted exactly.
+WORKSPACE_BYTES = 1 << 30
+
+
+class MoE:
+    """A Mixture-of-Experts language model with offloaded experts.
+
+    Args:
+        checkpoint: directory in Hugging Face layout, or hub id.
+        config: None, a mapping, an `OffloadConfig`, or the path of a JSON file; see `OffloadConfig` for the keys.
+        policy: a `Policy` object instead of a name in the configuration.
+
+    One call at a time: the engine is not thread-safe. Use as a context manager, or call `close()`, to give device and
+    pinned memory back.
+
+    Raises:
+        ConfigError, CheckpointError: before anything large is allocated.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike,
+        config: None | Mapping[str, Any] | OffloadConfig | str | os.PathLike = None,
+        *,
+        policy: Policy | None = None,
+    ):
+        config = OffloadConfig.parse(config)
+        started = time.perf_counter()
+        directory = resolve(checkpoint)
+        progress = None if config.progress else False
+        with Checkpoint.open(directory) as files:
+            parts = read_parts(files, config, progress)
+            self.generation_config = files.generation_config
+            self._hf_config = files.config
+            self.fingerprint = files.fingerprint()
+            self._setup(parts, config, policy, progress)
+        # Rows are read once, into the pool or the slots: the files are closed now.
+        self._builder.parts = dataclasses.replace(parts, store=None)
+        self.name = os.path.basename(os.path.normpath(directory))
+        self.tokenizer = load_tokenizer(directory)
+        self.load_seconds = time.perf_counter() - started
+
+    @classmethod
+    def from_parts(cls, parts, config=None, *, policy=None, name="model", pool=None) -> "MoE":
+        """A model from `engine.loading.Parts` that did not come from files (random weights in benchmarks); no tokenizer.
+
+        `pool`: a filled `ExpertPool` to use, else one is filled from `parts.store`.
+        """
+        self = cls.__new__(cls)
+        config = OffloadConfig.parse(config)
+        self.generation_config, self._hf_config, self.fingerprint = {}, {}, ""
+        started = time.perf_counter()
+        self._setup(parts, config, policy, None if config.progress else False, pool)
+        self.name, self.tokenizer = name, None
+        self.load_seconds = time.perf_counter() - started
+        return self
+
+    def _setup(self, parts, config, policy, progress, pool=None):
+        self.model_config, self.dtype = parts.cfg, parts.dtype
+        memory = device_bytes()
+        self.max_sequence_length, pages = kv_plan(parts.cfg, parts.dtype, config, memory)
+        dense = sum(leaf.nbytes for leaf in _leaves(parts.params))
+        kv = pages * config.page_size * parts.cfg.kv_bytes_per_token(parts.dtype)
+        spec = parts.spec
+        kind, why = choose_transport(config, memory, spec.L * spec.E * spec.row_bytes)
+        logger.info("transport %s: %s", kind, why)
+        self._transport_choice = why
+        self.config = config.replace(transport=kind)
+        reserved = dense + kv + (WORKSPACE_BYTES if memory else 0)
+        self._builder = CacheBuilder(parts, self.config, reserved, memory)
+        self._builder.pool = pool
+        self._plan = {"dense_bytes": dense, "kv_bytes": kv, "kv_pages": pages, "device_bytes": memory}
+        chosen = make_policy(policy if policy is not None else self.config.policy, kind)
+        self._builder.budget(self.config)  # errors in sizes come before the pool is filled
+        try:
+            if kind != "resident" and self._builder.pool is None:
+                self._builder.fill_pool(progress)
+            transport = self._builder.transport(self.config, chosen)
+            self._engine = build_engine(
+                parts, self.config, transport, self._builder.state(transport, self.config), pages
+            )
+        except BaseException:
+            if self._builder.pool is not None and pool is None:
+                self._builder.pool.close()
+            raise
+        self._policy_name = chosen.name if policy is not None else self.config.policy
+        self._last = self._total = None
+        self._routing: list[dict] = []
+        self.reset_stats()
+        self._finalizer = weakref.finalize(self, _release, self._engine, self._builder)
+
+    # ------------------------------------------------------------------------------------------------------- generation
+
+    def generate(
+        self,
+        inputs: Any = None,
+        max_new_tokens: int | None = None,
+        *,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        seed: int | None = None,
+        trace: bool | None = None,
+        **sampling: Any,
+    ):
+        """Generates with Hugging Face semantics.
+
+        Args:
+            inputs (or input_ids): token ids [T] or [B, T] (list, NumPy, JAX or torch), a text or a list of texts.
+            max_new_tokens: most new tokens; with none, generation_config.json decides, or 20.
+            attention_mask: [B, T], 0 marks padding on the left or right.
+            streamer: object with `put(value)` and `end()`, such as transformers' TextStreamer.
+            seed: of the draws; default the configuration's.
+            trace: record routing for `trace()`; default the configuration's `trace`.
+            sampling: `do_sample, temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, pad_token_id, stop`;
+                see `SamplingParams`. generation_config.json gives the defaults.
+
+        Returns:
+            For ids: int32 [B, T + new] prompt and new ids ([T + new] for one sequence). For text: the new text, or a list.
+
+        Raises:
+            InputError, ConfigError: before any work. TransportError: experts could not be moved; `error.partial` holds
+            what this call would have returned for the tokens made so far.
+        """
+        batch, params = self._prepare(inputs, input_ids, attention_mask, max_new_tokens, sampling)
+        feed = None if streamer is None else StreamerFeed(streamer)
+        if feed:
+            feed.prompt(batch.input_ids)
+        session = _Session(self, batch, params, seed, trace)
+        fault = None
+        try:
+            for pieces in session.advance():
+                if feed:
+                    feed.tokens(_steps(pieces, params.fill_token_id))
+        except TransportError as error:
+            fault = error
+        if feed:
+            feed.end()
+        result = self._result(batch, session.new_ids, params)
+        if fault is not None:
+            raise TransportError(str(fault), result) from fault.__cause__
+        return result
+
+    __call__ = generate
+
+    def stream(
+        self, inputs: Any, max_new_tokens: int | None = None, *, seed: int | None = None, trace: bool | None = None, **sampling
+    ) -> Iterator[str]:  # fmt: skip
+        """Yields the new text of one prompt in pieces that are always valid UTF-8; arguments as `generate`.
+
+        The pieces add up to what `generate` returns for the same text. Closing the generator early stops the generation.
+        """
+        tokenizer = require_tokenizer(self.tokenizer, "streaming text")
+        batch, params = self._prepare(inputs, None, None, max_new_tokens, sampling)
+        if len(batch.prompts) != 1:
+            raise InputError(f"stream() takes one prompt, not {len(batch.prompts)}: call generate() for a batch")
+        decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
+        session = _Session(self, batch, params, seed, trace)
+        for pieces in session.advance():
+            text = decoder.push(pieces[0])
+            if text:
+                yield text
+        rest = decoder.flush()
+        if rest:
+            yield rest
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> np.ndarray:
+        """Logits of every position: float32 [B, T, V] ([T, V] for one sequence); zeros where the mask is 0.
+
+        Raises InputError for bad ids.
+        """
+        batch = prepare(
+            input_ids,
+            vocab_size=self.model_config.vocab_size,
+            max_length=self.max_sequence_length,
+            attention_mask=attention_mask,
+            tokenizer=self.tokenizer,
+        )
+        engine = self._open_engine()
+        rows, stats = engine.forward(list(batch.prompts))
+        self._book(stats)
+        B, T = batch.input_ids.shape
+        out = np.zeros((B, T, self.model_config.vocab_size), np.float32)
+        mask = np.ones((B, T), bool) if attention_mask is None else np.asarray(attention_mask, bool).reshape(B, T)
+        for row, logits in enumerate(rows):
+            where = np.flatnonzero(mask[row]) if attention_mask is not None else np.arange(T - len(logits), T)
+            out[row, where] = logits
+        return out if batch.was_batched else out[0]
+
+    # ------------------------------------------------------------------------------------------------------------ cache
+
+    def set_cache(
+        self,
+        policy: str | Policy | None = None,
+        *,
+        slots: int | Sequence[int] | None = None,
+        cache_rate: float | None = None,
+        expert_cache_bytes: int | str | None = None,
+        scope: str | None = None,
+        transport: str | None = None,
+        contract: str | None = None,
+    ) -> "MoE":
+        """Changes the expert cache and empties it; weights and the pinned pool stay where they are.
+
+        Anything left out keeps its setting. Quotas, scope, contract and the built-in policies are values of the compiled
+        step: changing them does not recompile, unless more slots are asked for than the banks hold. Returns self.
+
+        Raises ConfigError and leaves the cache as it was.
+        """
+        engine = self._open_engine()
+        changes = {
+            "expert_slots": slots,
+            "cache_rate": cache_rate,
+            "expert_cache_bytes": expert_cache_bytes,
+            "scope": scope,
+            "transport": transport,
+            "contract": contract,
+            "policy": policy if isinstance(policy, str) else None,
+        }
+        if transport == "auto":
+            raise ConfigError("transport='auto' is for loading; name 'device', 'callback' or 'resident'")
+        changes = {key: value for key, value in changes.items() if value is not None}
+        if changes.get("transport") == "resident":
+            changes |= dict.fromkeys(("expert_slots", "cache_rate", "expert_cache_bytes"))
+        config = self.config.replace(**changes)
+        budget = self._builder.budget(config)
+        wanted = policy if policy is not None else (self._policy_object or config.policy)
+        try:
+            chosen = make_policy(wanted, config.transport)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+        current = engine.transport
+        same_policy = chosen is current.policy or (
+            type(chosen) is type(current.policy) and getattr(chosen, "names", None) == getattr(current.policy, "names", 0)
+        )
+        fits = budget.total + current.spare <= current.rows
+        if config.transport == current.name and same_policy and fits and config.transport != "resident":
+            current.configure(budget, config.contract == "atomic-forced-admit")
+            engine.cache = select_policy(current, current.empty(engine.cache), config.policy)
+            engine.refresh_operands()
+        else:
+            self._replace_transport(config, chosen)
+        self.config = config
+        self._policy_object = policy if isinstance(policy, Policy) else (None if policy else self._policy_object)
+        self._policy_name = chosen.name if self._policy_object is not None else config.policy
+        return self
+
+    _policy_object: Policy | None = None
+
+    def _replace_transport(self, config, policy):
+        engine, builder = self._engine, self._builder
+        if config.transport != "resident" and builder.pool is None:
+            raise ConfigError(
+                "the model was loaded with transport='resident', so its experts are not in host memory: "
+                "load it with transport='device' or 'callback' to switch between all three"
+            )
+        old = engine.transport
+        rows = old.rows if config.transport != "resident" and old.name != "resident" else 0
+        for leaf in _leaves(engine.cache.banks):
+            leaf.delete()  # before the new banks: there may be no room for both
+        transport = builder.transport(config, policy, bank_rows=rows)
+        engine.use_transport(transport, builder.state(transport, config))
+        old.close()
+
+    # ------------------------------------------------------------------------------------------------------ observation
+
+    def stats(self) -> dict:
+        """What happened: `last` call and `total` since `reset_stats()`, the cache's settings, resident set and memory plan.
+
+        Each of `last` and `total` has `prefill` and `decode` apart (hits, misses, bypasses, evictions, bytes moved, per
+        layer too), `ttft_seconds` (without compilation) and `seconds_per_token`.
+        """
+        engine = self._open_engine()
+        transport, spec = engine.transport, engine.transport.spec
+        slot_of, owner = transport.tables(engine.cache)
+        budget = transport.budget
+        resident = {layer: np.flatnonzero(slot_of[layer] >= 0).tolist() for layer in range(spec.L)}
+        pool = self._builder.pool
+        return {
+            "last": None if self._last is None else self._last.to_dict(),
+            "total": self._total.to_dict(),
+            "kernel": [transport.kernel] * spec.L,
+            "transport": {"name": transport.name, "why": self._transport_choice},
+            "policy": self._policy_name,
+            "scope": budget.scope,
+            "contract": self.config.contract,
+            "slots": {"total": budget.total, "per_layer": list(budget.per_layer), "source": budget.source},
+            "resident_experts": resident,
+            "occupied_slots": int((owner >= 0).sum()),
+            "experts": {"layers": spec.L, "per_layer": spec.E, "bytes_each": spec.row_bytes},
+            "memory": {
+                **self._plan,
+                "slot_bytes": budget.total * spec.row_bytes,
+                "spare_bytes": (transport.rows - budget.total) * spec.row_bytes,
+                "pool_bytes": pool.nbytes if pool else 0,
+            },
+            "load_seconds": self.load_seconds,
+        }
+
+    def reset_stats(self) -> None:
+        """Forgets `last` and `total`; the cache keeps its content."""
+        spec = self._engine.transport.spec
+        self._last, self._total = None, RunStats(spec.L, spec.row_bytes)
+
+    def trace(self, *, clear: bool = True) -> Trace:
+        """The routing recorded so far (calls with `trace=True`) as a `Trace`; `clear` starts a new one.
+
+        Raises MoEJaxError if nothing was recorded.
+        """
+        if not self._routing:
+            raise MoEJaxError("no routing was recorded: pass trace=True to generate(), or set trace in the configuration")
+        parts = {name: np.concatenate([part[name] for part in self._routing]) for name in self._routing[0]}
+        cfg, budget = self.model_config, self._engine.transport.budget
+        header = {
+            "moe_layers": list(cfg.moe_layers),
+            "E": cfg.num_experts,
+            "K": cfg.num_experts_per_tok,
+            "chunk": self._engine.prefill_chunk,
+            "scope": budget.scope,
+            "slots": list(budget.per_layer) or budget.total,
+            "contract": self.config.contract,
+            "policy": self._policy_name,
+            "model": self.name,
+            "dtype": str(self.dtype),
+            "fingerprint": self.fingerprint,
+        }
+        trace = Trace.from_rows(header=header, **parts)
+        if clear:
+            self._routing = []
+        return trace
+
+    def verify_slots(self) -> None:
+        """Compares every occupied slot with its expert's bytes in the pool; raises RuntimeError on a difference."""
+        engine = self._open_engine()
+        if self._builder.pool is None:
+            raise MoEJaxError("transport='resident' keeps no pool to compare with")
+        engine.transport.verify(engine.cache)
+
+    # -------------------------------------------------------------------------------------------------------- lifetime
+
+    def close(self) -> None:
+        """Gives device and pinned memory back. Safe to call twice."""
+        self._finalizer()
+
+    def __enter__(self) -> "MoE":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------------------------------------- internals
+
+    def _open_engine(self):
+        if not self._engine.alive:
+            raise MoEJaxError("this model is closed")
+        return self._engine
+
+    def _prepare(self, inputs, input_ids, attention_mask, max_new_tokens, sampling):
+        self._open_engine()
+        if (inputs is None) == (input_ids is None):
+            raise InputError("give the prompt as the first argument or as input_ids, one of them")
+        inputs = input_ids if inputs is None else inputs
+        params = SamplingParams.resolve(
+            self.generation_config, self._hf_config, max_new_tokens=max_new_tokens, **sampling
+        )
+        batch = prepare(
+            inputs,
+            vocab_size=self.model_config.vocab_size,
+            max_length=self.max_sequence_length,
+            params=params,
+            attention_mask=attention_mask,
+            tokenizer=self.tokenizer,
+        )
+        if len(batch.prompts) > self.config.max_batch:
+            raise InputError(
+                f"a batch of {len(batch.prompts)} prompts is larger than max_batch={self.config.max_batch}: "
+                "split it, or raise max_batch in the configuration"
+            )
+        if params.stop:
+            require_tokenizer(self.tokenizer, "a stop string")
+        return batch, params
+
+    def _result(self, batch: PreparedBatch, new_ids, params):
+        if batch.from_text:
+            texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in new_ids]
+            return texts if batch.was_batched else texts[0]
+        out = assemble(batch, new_ids, params.fill_token_id)
+        return out if batch.was_batched else out[0]
+
+    def _book(self, stats: RunStats):
+        self._last = stats
+        self._total.merge(stats)
+
+
+class _Session:
+    """One generate call: feeds the engine's tokens through the stop strings and keeps what each row produced."""
+
+    def __init__(self, moe: MoE, batch: PreparedBatch, params: SamplingParams, seed: int | None, trace: bool | None):
+        self._moe = moe
+        self.new_ids: list[list[int]] = [[] for _ in batch.prompts]
+        self._record = moe.config.trace if trace is None else trace
+        if seed is None:
+            seed = moe.config.seed if params.seed is None else params.seed
+        rows = [dataclasses.replace(params, max_new_tokens=batch.max_new_tokens, max_length=None)] * len(batch.prompts)
+        self._run: Run = moe._open_engine().start(list(batch.prompts), rows, seed=seed, routing=self._record)
+        self._matchers = [
+            StopMatcher(moe.tokenizer, params.stop, prompt.tolist()) if params.stop else None for prompt in batch.prompts
+        ]
+        self._lengths = batch.lengths
+
+    def advance(self) -> Iterator[list[list[int]]]:
+        """Yields the new ids of each row, a chunk a time, already cut at stop strings."""
+        try:
+            for tokens in self._run.tokens():
+                yield [self._take(row, tokens[row]) for row in range(len(self.new_ids))]
+        finally:
+            self._finish()
+
+    def _take(self, row: int, tokens) -> list[int]:
+        ids = [int(token) for token in tokens if token != NO_TOKEN]
+        matcher = self._matchers[row]
+        if matcher is not None and ids:
+            match = matcher.push(ids)
+            if match is not None:
+                ids = ids[: max(0, match.kept - len(self.new_ids[row]))]
+                self._run.stats.overshoot += match.overshoot
+                self._run.live[row] = False
+        self.new_ids[row].extend(ids)
+        return ids
+
+    def _finish(self):
+        if self._record:
+            # Rows of a sequence in the trace: its prompt and all but the last of its new tokens.
+            keep = {
+                int(request): int(length) + max(0, len(ids) - 1)
+                for request, length, ids in zip(self._run._requests, self._lengths, self.new_ids, strict=True)
+            }
+            self._moe._routing.extend(_cut(self._run.routing, keep))
+        self._moe._book(self._run.stats)
+
+
+def _cut(routing: list[dict], keep: dict[int, int]) -> list[dict]:
+    """Drops what was generated past a stop string: the first keep[request] rows of each request stay."""
+    out = []
+    for part in routing:
+        stay = np.zeros(len(part["request"]), bool)
+        for index, request in enumerate(part["request"].tolist()):
+            if keep[request] > 0:
+                keep[request] -= 1
+                stay[index] = True
+        out.append({name: values[stay] for name, values in part.items()})
+    return out
+
+
+def _steps(pieces: list[list[int]], fill: int) -> np.ndarray:
+    """[steps, B] ids of a chunk for a streamer; rows that ended are filled."""
+    longest = max(map(len, pieces))
+    out = np.full((longest, len(pieces)), fill, np.int64)
+    for row, ids in enumerate(pieces):
+        out[: len(ids), row] = ids
+    return out
+
+
+def _leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+def _release(engine, builder):
+    """Frees everything a model holds; also run when it is garbage-collected."""
+    if engine.alive:
+        transport = engine.transport
+        engine.close()
+        transport.close()
+    if builder.pool is not None:
+        builder.pool.close()

@@ -1,0 +1,340 @@
+"""The engine: a batch of sequences over KV pages, prefilled in chunks and decoded N steps a jit call.
+
+`Engine` owns the device state (parameters, KV pools, slot cache) and runs one batch at a time; `Run` is such a batch. It knows
+ids only: text, stop strings and streaming belong to `moe_jax.api`.
+"""
+
+import contextlib
+import logging
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.engine.kv_cache import OutOfPages, PageAllocator, PagedKV
+from moe_jax.engine.programs import NO_TOKEN, LoopState, Programs
+from moe_jax.engine.stats import RunStats
+from moe_jax.errors import TransportError
+from moe_jax.generation.sampling import initial_seen, sampler_arrays, switches
+from moe_jax.generation.stopping import eos_array
+from moe_jax.layers.attention import choose_implementation
+
+logger = logging.getLogger(__name__)
+
+# Shortest padded prompt: below it, more shapes would only mean more compilations.
+MIN_CHUNK = 16
+DEFAULT_CHUNK = {"gpu": 8192, "cpu": 512}
+
+
+def power_of_two(n: int) -> int:
+    """Smallest power of two >= n."""
+    return 1 << max(0, int(n) - 1).bit_length()
+
+
+class Engine:
+    """Runs one model. Not thread-safe: one call at a time.
+
+    Args:
+      graphdef, params: the model's structure and its dense parameters (nested dict on the device).
+      cfg: the family's config; dtype: compute dtype.
+      transport: a `Transport`; state: its cache state.
+      kv_pages: pages of the KV pool, trash page included; page_size: tokens a page.
+      prefill_chunk: tokens a prefill step over all rows (None: by platform); decode_chunk: decode steps a jit call.
+    """
+
+    def __init__(
+        self, graphdef, params, cfg, dtype, transport, state, *, kv_pages, page_size, prefill_chunk, decode_chunk
+    ):  # fmt: skip
+        self.cfg, self.dtype = cfg, dtype
+        self._graphdef, self.params = graphdef, params
+        self.platform = jax.devices()[0].platform
+        self.prefill_chunk = prefill_chunk or DEFAULT_CHUNK.get(self.platform, 512)
+        self.decode_chunk = decode_chunk
+        pool = PagedKV.create(cfg, kv_pages, page_size, 1, 1, dtype)
+        self._kv = pool.k, pool.v
+        self.kv_bytes = pool.bytes
+        self.page_size, self.kv_pages = page_size, kv_pages
+        self._pages = PageAllocator(kv_pages)
+        self.requests = self.steps = 0
+        self.use_transport(transport, state)
+
+    def use_transport(self, transport, state):
+        """Switches to another cache; programs are compiled anew for it."""
+        self.transport, self.cache = transport, state
+        self.programs = Programs(self._graphdef, transport)
+        self.refresh_operands()
+
+    def refresh_operands(self):
+        """Takes over changed quotas, scope or contract of the transport (values, not programs)."""
+        self.operands = self.transport.operands()
+
+    @property
+    def alive(self) -> bool:
+        """False after `close`."""
+        return self.params is not None
+
+    def close(self):
+        """Drops parameters, KV pools, banks and programs."""
+        for leaf in jax.tree.leaves((self.params, self._kv, self.cache, self.operands.get("control"))):
+            if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+                leaf.delete()
+        self.params = self._kv = self.cache = self.operands = self.programs = None
+
+    def start(self, prompts, params, *, seed, routing=False) -> "Run":
+        """A batch: prompts [T_b] int32 arrays without padding, one `SamplingParams` a row."""
+        return Run(self, prompts, params, seed=seed, routing=routing)
+
+    def forward(self, prompts):
+        """Logits of every prompt token: list of [T_b, V] f32 arrays. Counts as prefill in the returned `RunStats`."""
+        run = Run(self, prompts, None, seed=0, routing=False)
+        return run.score(), run.stats
+
+    def recover(self):
+        """After a fault: free slots, and new banks or KV pools where a failed call consumed them."""
+        leaves = jax.tree.leaves(self.cache)
+        if any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array)):
+            self.cache = self.transport.create_state()
+        self.cache = self.transport.empty(self.cache)
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._kv)):
+            pool = PagedKV.create(self.cfg, self.kv_pages, self.page_size, 1, 1, self.dtype)
+            self._kv = pool.k, pool.v
+
+
+class Run:
+    """One batch from prompt to last token. Iterate `tokens()`; set rows of `live` to False to stop them early.
+
+    Rows are padded to a power of two (dead rows), so a new batch size rarely compiles.
+    """
+
+    def __init__(self, engine, prompts, params, *, seed, routing):
+        self.engine = engine
+        self.stats = RunStats(engine.transport.spec.L, engine.transport.spec.row_bytes)
+        self.stats.calls = 1
+        self.prompts = prompts
+        self.params = params
+        self.routing: list[dict] = []
+        self._record = routing
+        self._requests = np.arange(engine.requests, engine.requests + len(prompts))
+        engine.requests += len(prompts)
+        self._seed = seed
+        self.rows = power_of_two(len(prompts))
+        self.live = np.zeros(self.rows, bool)
+        self.live[: len(prompts)] = True
+        self._pages: list[int] = []
+        self._compiled = engine.programs.compilations, engine.programs.compile_seconds
+        self._loop = None
+        self._step = engine.steps
+
+    # ------------------------------------------------------------------------------------------------------ public calls
+
+    def score(self):
+        """Logits of every prompt token: a list of [T_b, V] f32."""
+        with self._guard():
+            kv = self._open([len(p) for p in self.prompts])
+            kv, chunks = self._prefill(kv, everything=True)
+            self.engine._kv = kv.k, kv.v
+        logits = np.concatenate(chunks, axis=1)
+        return [logits[row, : len(p)] for row, p in enumerate(self.prompts)]
+
+    def tokens(self):
+        """Yields new ids: int32 [B, n] with NO_TOKEN where a row gave none; first the token after the prompt (n = 1), then a chunk a time.
+
+        Raises:
+          TransportError: moving experts failed; what came before was yielded. The engine is usable again.
+        """
+        started = time.perf_counter()
+        with self._guard():
+            yield from self._generate(started)
+
+    # ---------------------------------------------------------------------------------------------------------- the work
+
+    def _generate(self, started):
+        engine, B = self.engine, len(self.prompts)
+        new = [p.max_new_tokens for p in self.params]
+        kv = self._open([len(p) + n for p, n in zip(self.prompts, new, strict=True)])
+        engine.cache = engine.transport.reset_policy(engine.cache)
+        kv, logits = self._prefill(kv)
+
+        choice = switches(self.params)
+        params = [*self.params, *[self.params[0]] * (self.rows - B)]
+        seen = None
+        if choice.pop("seen"):
+            rows = [*self.prompts, *[np.zeros(0, np.int32)] * (self.rows - B)]
+            seen = jnp.asarray(initial_seen(rows, engine.cfg.vocab_size))
+        lengths = np.array([len(p) for p in self.prompts] + [0] * (self.rows - B), np.int32)
+        draws = jax.device_put(
+            {
+                "arrays": sampler_arrays(params),
+                "eos": eos_array([p.eos_token_id for p in params]),
+                "seed": np.full(self.rows, self._seed, np.uint32),
+                "sequence": np.arange(self.rows, dtype=np.int32),
+                "length": lengths,
+            }
+        )
+        left = jnp.asarray([*new, *[0] * (self.rows - B)], jnp.int32)
+        first = engine.programs.run("first", (1,), choice, logits, seen, jnp.asarray(self.live), left, draws)
+        tokens, live, left, seen = first
+        host_tokens, self.live = np.asarray(tokens)[:B], np.array(live)
+        self._count_compilation()
+        self.stats.ttft = time.perf_counter() - started - self.stats.compile_seconds
+        loop = LoopState(kv, engine.cache, tokens, live, left, seen)
+        self._keep(loop)
+        yield host_tokens[:, None].astype(np.int32)
+
+        while self.live.any():
+            tokens = self._decode(draws, choice)
+            if tokens.size:
+                yield tokens
+
+    def _decode(self, draws, choice):
+        """One jit call of the decode loop: new ids [B, n]."""
+        engine, transport = self.engine, self.engine.transport
+        started = time.perf_counter()
+        loop = replace(self._loop, live=jnp.asarray(self.live))
+        static = {"steps": engine.decode_chunk, "routing": engine.cfg.num_experts_per_tok if self._record else 0, **choice}
+        compiled = engine.programs.compile_seconds
+        loop, out, done, routed = engine.programs.run(
+            "decode", (2,), static, engine.params, engine.operands, loop, draws
+        )
+        self._keep(loop)
+        out, done, self.live, routed = jax.device_get((out, done, loop.live, routed))
+        self.live = np.array(self.live)
+        out = out[: len(self.prompts), :done]
+        counters = transport.read_counters(loop.cache)
+        seconds = time.perf_counter() - started - (engine.programs.compile_seconds - compiled)
+        error = transport.take_error()
+        good = out != NO_TOKEN
+        fed = int(good.sum())
+        steps = int(good.any(axis=0).sum())
+        self.stats.decode.add(counters, fed, steps, seconds, fed * self._pairs_per_token)
+        if routed is not None:
+            self._note_routing(routed[0][:steps], routed[1][:steps], good.T[:steps], phase=1)
+        self._step += done
+        self._count_compilation()
+        if error is not None:
+            raise TransportError(f"moving experts failed while decoding: {error!r}", None) from error
+        return out[:, :steps]
+
+    def _prefill(self, kv, everything=False):
+        """Feeds all prompts in chunks: (kv, logits [B, V] of the last tokens, or the list of [B, T, V] with `everything`)."""
+        engine, transport = self.engine, self.engine.transport
+        lengths = np.array([len(p) for p in self.prompts] + [0] * (self.rows - len(self.prompts)))
+        longest = int(lengths.max())
+        most = max(MIN_CHUNK, power_of_two(engine.prefill_chunk // self.rows + 1) // 2)
+        logits = None if everything else jnp.zeros((self.rows, engine.cfg.vocab_size), jnp.float32)
+        chunks = []
+        for start in range(0, longest, most):
+            began = time.perf_counter()
+            compiled = engine.programs.compile_seconds
+            T = min(most, max(MIN_CHUNK, power_of_two(longest - start)))
+            tokens = np.zeros((self.rows, T), np.int32)
+            for row, prompt in enumerate(self.prompts):
+                part = prompt[start : start + T]
+                tokens[row, : len(part)] = part
+            positions = np.broadcast_to(np.arange(start, start + T, dtype=np.int32), tokens.shape)
+            live = positions < lengths[:, None]
+            ends = (lengths > start) & (lengths <= start + T)
+            attention = choose_implementation(
+                platform=engine.platform,
+                dtype=engine.dtype,
+                tokens=T,
+                from_zero=start == 0,
+                head_dim=engine.cfg.head_dim,
+            )
+            static = {
+                "block_rows": block_rows(engine.platform, self.rows * T * engine.cfg.num_experts_per_tok, engine.cfg),
+                "attention": attention,
+                "routing": self._record,
+                "everything": everything,
+            }
+            batch = jax.device_put((tokens, positions, live, ends))
+            kv, engine.cache, out, routed = engine.programs.run(
+                "prefill", (2, 3, 5), static, engine.params, engine.operands, kv, engine.cache, batch, logits
+            )
+            engine._kv = kv.k, kv.v
+            if everything:
+                chunks.append(np.asarray(out)[: len(self.prompts)])
+            else:
+                logits = jax.block_until_ready(out)
+            error = transport.take_error()
+            counters = transport.read_counters(engine.cache)
+            seconds = time.perf_counter() - began - (engine.programs.compile_seconds - compiled)
+            fed = int(live.sum())
+            self.stats.prefill.add(counters, fed, 1, seconds, fed * self._pairs_per_token)
+            if routed is not None:
+                ids, weights = (np.asarray(a).reshape(1, a.shape[0], self.rows * T, -1) for a in routed)
+                self._note_routing(ids, weights, live.reshape(1, -1), phase=0, per_row=T)
+            self._step += 1
+            self._count_compilation()
+            if error is not None:
+                raise TransportError(f"moving experts failed during prefill: {error!r}", None) from error
+        return kv, (chunks if everything else logits)
+
+    @property
+    def _pairs_per_token(self):
+        return self.engine.transport.spec.L * self.engine.cfg.num_experts_per_tok
+
+    def _note_routing(self, ids, weights, live, *, phase, per_row=1):
+        """Keeps the routing of live rows: ids, weights [steps, L, rows, K], live [steps, <= rows]; `per_row` tokens a sequence."""
+        for step in range(ids.shape[0]):
+            rows = np.flatnonzero(live[step])
+            self.routing.append(
+                {
+                    "experts": ids[step][:, rows].swapaxes(0, 1),
+                    "weights": weights[step][:, rows].swapaxes(0, 1),
+                    "request": self._requests[rows // per_row],
+                    "phase": np.full(len(rows), phase),
+                    "step": np.full(len(rows), self._step + step),
+                }
+            )
+
+    def _open(self, tokens_per_row):
+        """Pages for every row and the cache that names them."""
+        engine = self.engine
+        self._step = engine.steps
+        needed = [-(-n // engine.page_size) for n in tokens_per_row]
+        self._pages = engine._pages.alloc(sum(needed))
+        table = np.zeros((self.rows, power_of_two(max(needed))), np.int32)
+        at = 0
+        for row, count in enumerate(needed):
+            table[row, :count] = self._pages[at : at + count]
+            at += count
+        k, v = engine._kv
+        return PagedKV(k, v, *jax.device_put((table, np.zeros(self.rows, np.int32))))
+
+    def _keep(self, loop):
+        """Books the state of a jitted call before anything is waited for: an interrupt must not lose donated buffers."""
+        self._loop = loop
+        self.engine.cache = loop.cache
+        self.engine._kv = loop.kv.k, loop.kv.v
+
+    def _count_compilation(self):
+        programs = self.engine.programs
+        self.stats.compilations = programs.compilations - self._compiled[0]
+        self.stats.compile_seconds = programs.compile_seconds - self._compiled[1]
+
+    @contextlib.contextmanager
+    def _guard(self):
+        """Gives pages back however the run ends, and makes the engine usable after a fault."""
+        try:
+            yield
+        except (GeneratorExit, OutOfPages):  # nothing was lost
+            raise
+        except BaseException:
+            self.engine.recover()
+            raise
+        finally:
+            self.engine.steps = self._step
+            if self._pages:
+                self.engine._pages.free(self._pages)
+                self._pages = []
+
+
+def block_rows(platform: str, pairs: int, cfg) -> int:
+    """BM of the grouped prefill kernel: large tiles for long chunks, small ones when experts get few rows."""
+    mean = pairs // cfg.num_experts
+    if platform == "gpu":
+        return 128 if mean >= 96 else 64 if mean >= 48 else 16
+    return 32 if mean >= 32 else 16 if mean >= 8 else 8

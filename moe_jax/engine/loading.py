@@ -1,0 +1,232 @@
+"""From a checkpoint to a running engine: what goes where, in which order, and what it takes."""
+
+import logging
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from host_offload.capacity import resolve_slots
+from host_offload.policy import PolicySet, get_policy
+from host_offload.pool import ExpertPool
+from host_offload.slots import round_group, spare_rows
+from host_offload.store import ExpertStore, PackedRows, StoreError
+from host_offload.transport import TRANSPORTS
+from moe_jax.checkpoint import Checkpoint, load_params, map_checkpoint
+from moe_jax.config import OffloadConfig
+from moe_jax.engine.engine import Engine, power_of_two
+from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.models.registry import abstract_params, family_for, targets
+
+logger = logging.getLogger(__name__)
+
+# Built-ins that share one compiled program in the `device` transport: a sweep over them does not recompile.
+SWEEP_POLICIES = ("lru", "lfu", "lfru", "static")
+# Without other wishes the KV pool may take this share of device memory, but always holds one longest sequence.
+KV_SHARE = 0.1
+CPU_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the engine is built from; `MoE` keeps it to rebuild the cache. `store` may be None once the pool is filled."""
+
+    cfg: object
+    dtype: np.dtype
+    graphdef: object
+    params: dict
+    spec: object
+    store: object
+
+
+def device_bytes() -> int | None:
+    """Memory that jax may use on the default device; None on CPU."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return None
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit")
+
+
+def compute_dtype(config: OffloadConfig, checkpoint: Checkpoint) -> np.dtype:
+    """The configured dtype, or that of the checkpoint (config.json's `dtype`/`torch_dtype`, else that of its tensors)."""
+    name = config.dtype
+    if name == "auto":
+        name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    if name in (None, "auto"):
+        name = str(checkpoint.info(checkpoint.names()[0]).dtype)
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype: the checkpoint says {name!r}; pass dtype='bfloat16', 'float16' or 'float32'")
+    return np.dtype(jax.numpy.dtype(name))
+
+
+def read_parts(checkpoint: Checkpoint, config: OffloadConfig, progress: bool | None) -> Parts:
+    """Config, dense parameters and the source of expert rows of an open checkpoint."""
+    family = family_for(checkpoint.config)
+    cfg = family.config_cls.from_hf(checkpoint.config)
+    dtype = compute_dtype(config, checkpoint)
+    graphdef, abstract = abstract_params(cfg, dtype)
+    if not cfg.moe_layers:
+        raise CheckpointError("config.json: the model has no sparse layer, so there is nothing to offload")
+    weights = map_checkpoint(
+        checkpoint,
+        family.weight_table,
+        targets=targets(cfg),
+        expert_tensors=cfg.expert_row_shapes(),
+        moe_layers=list(cfg.moe_layers),
+        num_experts=cfg.num_experts,
+        tied=family.tied,
+    )
+    try:
+        store = ExpertStore.from_checkpoint(checkpoint, weights, dtype)
+        if config.offload_path:
+            store = PackedRows.open_or_build(config.offload_path, store, progress=progress)
+    except StoreError as error:
+        raise CheckpointError(str(error)) from error
+    params = load_params(checkpoint, weights, abstract, progress=progress)
+    return Parts(cfg, dtype, graphdef, params, store.spec, store)
+
+
+def kv_plan(cfg, dtype, config: OffloadConfig, memory: int | None) -> tuple[int, int]:
+    """(longest sequence in tokens, pages of the KV pool with the trash page)."""
+    longest = config.max_sequence_length or cfg.max_position_embeddings
+    if longest > cfg.max_position_embeddings:
+        raise ConfigError(
+            f"max_sequence_length={longest}: the model was made for {cfg.max_position_embeddings} positions "
+            "(max_position_embeddings); ask for at most that"
+        )
+    per_token = cfg.kv_bytes_per_token(dtype)
+    room = int(KV_SHARE * memory) if memory else CPU_KV_BYTES
+    tokens = min(config.max_batch * longest, max(longest, room // per_token))
+    # A page more a sequence, as each one's last page is partly filled.
+    return longest, -(-tokens // config.page_size) + config.max_batch + 1
+
+
+def choose_transport(config: OffloadConfig, memory: int | None, rows_bytes: int) -> tuple[str, str]:
+    """(transport, why) for "auto": `device`; everything resident when that was asked for by slots or fits."""
+    if config.transport != "auto":
+        return config.transport, "as configured"
+    sized = any(getattr(config, key) is not None for key in ("expert_slots", "cache_rate", "expert_cache_bytes"))
+    if not sized and memory and rows_bytes < config.device_memory_ratio * memory * (1 - KV_SHARE) * 0.9:
+        return "resident", "all experts fit in device memory and no cache size was asked for"
+    return "device", "experts are offloaded; the policy runs in the graph"
+
+
+def make_policy(name_or_policy, transport: str):
+    """The policy object of a cache: built-ins come as one `PolicySet` where the policy is compiled."""
+    policy = get_policy(name_or_policy)
+    if transport == "device" and policy.name in SWEEP_POLICIES and isinstance(name_or_policy, str):
+        return PolicySet(SWEEP_POLICIES)
+    return policy
+
+
+class CacheBuilder:
+    """Makes transports over one pool, for `MoE` at load and for `MoE.set_cache`."""
+
+    def __init__(self, parts: Parts, config: OffloadConfig, reserved: int, memory: int | None):
+        self.parts, self.config = parts, config
+        self.reserved, self.memory = reserved, memory
+        # "interpret" (tests) runs the GPU's kernels in Pallas' interpreter.
+        self.implementation = "pallas" if jax.devices()[0].platform == "gpu" else "xla"
+        self.pool: ExpertPool | None = None
+
+    @property
+    def max_pairs(self) -> int:
+        """Most token-expert pairs of a decode step."""
+        return power_of_two(self.config.max_batch) * self.parts.cfg.num_experts_per_tok
+
+    def spare_bytes(self) -> int:
+        """Bytes of the rows beside the slots."""
+        spec = self.parts.spec
+        return spare_rows(spec, self.max_pairs, round_group(spec)) * spec.row_bytes
+
+    def budget(self, config: OffloadConfig):
+        """`SlotBudget` of a configuration; raises ConfigError."""
+        spec = self.parts.spec
+        resident = config.transport == "resident"
+        sizes = {key: getattr(config, key) for key in ("expert_slots", "cache_rate", "expert_cache_bytes")}
+        if resident:
+            given = {key: value for key, value in sizes.items() if value is not None}
+            if given:
+                raise ConfigError(f"transport='resident' holds all experts; leave out {', '.join(given)}")
+            sizes = {"cache_rate": 1.0}
+        try:
+            return resolve_slots(
+                L=spec.L,
+                E=spec.E,
+                row_bytes=spec.row_bytes,
+                device_bytes=self.memory,
+                device_memory_ratio=config.device_memory_ratio,
+                reserved_bytes=self.reserved + self.spare_bytes(),
+                scope=config.scope,
+                **sizes,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def fill_pool(self, progress):
+        """The pinned pool with every expert; made once."""
+        if self.pool is None:
+            pool = ExpertPool(self.parts.spec)
+            try:
+                pool.fill(self.parts.store, self.config.load_threads, progress)
+            except BaseException:
+                pool.close()
+                raise
+            self.pool = pool
+        return self.pool
+
+    def transport(self, config: OffloadConfig, policy, bank_rows: int = 0):
+        """An unfilled `Transport` for `config` (its transport resolved)."""
+        cls = TRANSPORTS[config.transport]
+        budget = self.budget(config)
+        logger.info("cache: %s, %d slots of %s", config.transport, budget.total, budget.source)
+        return cls(
+            self.parts.spec,
+            None if config.transport == "resident" else self.pool,
+            budget,
+            policy,
+            forced_admit=config.contract == "atomic-forced-admit",
+            max_pairs=self.max_pairs,
+            implementation=self.implementation,
+            seed=config.seed,
+            bank_rows=bank_rows,
+        )
+
+    def state(self, transport, config: OffloadConfig):
+        """The cache state of a new transport: empty, or with all experts when resident."""
+        state = transport.create_state()
+        if config.transport == "resident":
+            fill = self.pool_fill if self.pool is not None else self.parts.store.fill
+            state = transport.load(state, self.parts.store, fill)
+        return select_policy(transport, state, config.policy)
+
+    def pool_fill(self, layer, name, out):
+        """As `RowSource.fill`, from the pool."""
+        out[...] = self.pool.view(layer, name)
+
+
+def select_policy(transport, state, name):
+    """Puts the policy `name` in charge when the transport holds a `PolicySet`."""
+    policy = transport.policy
+    if isinstance(policy, PolicySet) and isinstance(name, str):
+        from dataclasses import replace
+
+        return replace(state, policy=policy.with_selected(state.policy, name))
+    return state
+
+
+def build_engine(parts: Parts, config: OffloadConfig, transport, state, pages: int) -> Engine:
+    """The engine over loaded parts."""
+    return Engine(
+        parts.graphdef,
+        parts.params,
+        parts.cfg,
+        parts.dtype,
+        transport,
+        state,
+        kv_pages=pages,
+        page_size=config.page_size,
+        prefill_chunk=config.prefill_chunk,
+        decode_chunk=config.decode_chunk,
+    )

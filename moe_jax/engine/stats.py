@@ -1,0 +1,91 @@
+"""What the engine counted: per call (`last`) and since the last reset (`total`)."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from host_offload.slots import BYPASSES, EVICTIONS, HITS, MISSES
+
+
+@dataclass
+class PhaseStats:
+    """Prefill or decode. counters [L, 4]: hits, misses, bypasses, evictions by MoE layer; lookups: rows x K before deduplication, all layers."""
+
+    layers: int
+    row_bytes: int
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    lookups: int = 0
+    counters: np.ndarray = field(default=None)
+
+    def __post_init__(self):
+        if self.counters is None:
+            self.counters = np.zeros((self.layers, 4), np.int64)
+
+    def add(self, counters, tokens, steps, seconds, lookups):
+        """Books one jitted call."""
+        self.counters += counters
+        self.tokens += tokens
+        self.steps += steps
+        self.seconds += seconds
+        self.lookups += lookups
+
+    def to_dict(self) -> dict:
+        """Plain numbers. accesses = distinct experts requested = hits + misses; bytes_moved counts every miss, bypassed or not."""
+        sums = self.counters.sum(axis=0)
+        accesses = int(sums[HITS] + sums[MISSES])
+        return {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
+            "lookups": self.lookups,
+            "accesses": accesses,
+            "hits": int(sums[HITS]),
+            "misses": int(sums[MISSES]),
+            "bypasses": int(sums[BYPASSES]),
+            "evictions": int(sums[EVICTIONS]),
+            "hit_rate": float(sums[HITS] / accesses) if accesses else None,
+            "bytes_moved": int(sums[MISSES]) * self.row_bytes,
+            "bytes_per_token": float(sums[MISSES]) * self.row_bytes / self.tokens if self.tokens else None,
+            "per_layer": {
+                name: self.counters[:, index].tolist()
+                for index, name in ((HITS, "hits"), (MISSES, "misses"), (BYPASSES, "bypasses"), (EVICTIONS, "evictions"))
+            },
+        }
+
+
+class RunStats:
+    """One or many calls. ttft: seconds from the call to its first token, compilation excluded (summed over calls in a total)."""
+
+    def __init__(self, layers: int, row_bytes: int):
+        self.prefill = PhaseStats(layers, row_bytes)
+        self.decode = PhaseStats(layers, row_bytes)
+        self.calls = 0
+        self.ttft = 0.0
+        self.overshoot = 0
+        self.compilations = 0
+        self.compile_seconds = 0.0
+
+    def merge(self, other: "RunStats"):
+        """Adds another run."""
+        for phase in ("prefill", "decode"):
+            mine, theirs = getattr(self, phase), getattr(other, phase)
+            mine.add(theirs.counters, theirs.tokens, theirs.steps, theirs.seconds, theirs.lookups)
+        for name in ("calls", "ttft", "overshoot", "compilations", "compile_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def to_dict(self) -> dict:
+        """Plain numbers, prefill and decode apart."""
+        decode = self.decode
+        return {
+            "calls": self.calls,
+            "ttft_seconds": self.ttft / self.calls if self.calls else None,
+            "seconds_per_token": decode.seconds / decode.steps if decode.steps else None,
+            "prefill": self.prefill.to_dict(),
+            "decode": decode.to_dict(),
+            "overshoot_tokens": self.overshoot,
+            "compilations": self.compilations,
+            "compile_seconds": self.compile_seconds,
+        }
