@@ -157,7 +157,9 @@ def _down_kernel(*refs, n_in, n_out, block_rows, block_out, block_in, copy_progr
         y = jax.lax.fori_loop(0, n_in // block_in, step, jnp.zeros((block_rows, block_out), jnp.float32))
         pair = load(pair_ref.at[rows])
         live = jnp.broadcast_to((pair >= 0)[:, None], y.shape)
-        store(y_ref.at[jnp.maximum(pair, 0)[:, None], _columns(n, block_out)], y.astype(y_ref.dtype), mask=live)
+        # Padding points past the end: the interpreter writes what masked lanes read back, and drops it there only.
+        pair = jnp.where(pair >= 0, pair, y_ref.shape[0])
+        store(y_ref.at[pair[:, None], _columns(n, block_out)], y.astype(y_ref.dtype), mask=live)
 
     def compute(program, programs):
         _each_tile(program, programs, span_ref, n_out // block_out, tile)

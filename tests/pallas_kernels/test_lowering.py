@@ -1,0 +1,270 @@
+"""Every kernel cross-lowers for CUDA at the shapes of real models, and reaches all of its operands.
+
+The interpreter accepts what Triton refuses (sizes that are no power of two, for example), so its tests alone prove
+little about a GPU. Lowering needs none: an abstract device stands in for it. It ends before PTX: limits of registers
+and shared memory stay untested here.
+
+Triton adds 32-bit offsets to an operand's pointer while the operand has at most 2**32 bytes, and reads them as signed:
+an array of one-byte elements between 2 and 4 GiB would wrap silently. So the offsets of all operands are checked.
+"""
+
+import ast
+import functools
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect as triton
+
+from pallas_kernels.expert_ffn import expert_ffn_decode, expert_ffn_round
+from pallas_kernels.slot_plan import slot_plan
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TRITON_CALL = "__gpu$xla.gpu.triton"
+
+
+class Shape(NamedTuple):
+    D: int
+    F: int
+    E: int
+    K: int
+    L: int
+
+
+MODELS = {
+    "qwen3-30b-a3b": Shape(D=2048, F=768, E=128, K=8, L=48),
+    "olmoe": Shape(D=2048, F=1024, E=64, K=8, L=16),
+    "mixtral": Shape(D=4096, F=14336, E=8, K=2, L=32),
+    "qwen3-235b-a22b": Shape(D=4096, F=1536, E=128, K=8, L=94),
+}
+
+
+class Operand(NamedTuple):
+    shape: tuple
+    offset_bits: set  # widths of the offsets that the kernel adds to this operand's pointer; empty if it is not used
+
+
+def arrays(*shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lower(function, *arguments):
+    """[(kernel name, its operands then results as `Operand`)] of a function lowered for an H200."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    module = lowered.compiler_ir("stablehlo")
+    calls = []
+
+    def visit(operation):
+        if operation.name == "stablehlo.custom_call":
+            calls.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(visit)
+        assert [ir.StringAttr(call.attributes["call_target_name"]).value for call in calls] == [TRITON_CALL] * len(
+            calls
+        )
+        return [describe(call) for call in calls]
+
+
+def describe(call):
+    config = call.attributes["mhlo.backend_config"]
+    types = [ir.RankedTensorType(value.type) for value in (*call.operands, *call.results)]
+    with ir.Context() as context:
+        triton.register_dialect(context)
+        text = str(ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes))
+    return ir.StringAttr(config["name"]).value, [
+        Operand(tuple(t.shape), bits) for t, bits in zip(types, offset_bits(text, len(types)), strict=True)
+    ]
+
+
+def offset_bits(text, arguments):
+    """For each pointer argument of a Triton kernel, the widths of the offsets added to it."""
+    assert len(re.findall(r"tt\.func ", text)) == 1
+    signature = re.search(r"tt\.func .*", text).group()
+    assert len(re.findall(r"%arg\d+: !tt\.ptr", signature)) == arguments
+    bits = [set() for _ in range(arguments)]
+    root = {f"%arg{i}": i for i in range(arguments)}
+    operations = re.compile(
+        r"(?P<tile>%\w+) = tt\.splat (?P<argument>%arg\d+) : !tt\.ptr"
+        r"|tt\.addptr (?P<pointer>%\w+), %\w+ : .*, (?:tensor<(?:\d+x)*)?i(?P<width>\d+)>?\n"
+    )
+    additions = 0
+    # In order: regions side by side use the same names again.
+    for found in operations.finditer(text):
+        if found["tile"]:
+            root[found["tile"]] = root[found["argument"]]
+        else:
+            additions += 1
+            bits[root[found["pointer"]]].add(int(found["width"]))
+    assert additions == text.count("tt.addptr")
+    return bits
+
+
+def check_offsets(kernels):
+    """Every operand is addressed by 64-bit offsets, or has so few elements that signed 32 bits reach them all."""
+    for name, operands in kernels:
+        for i, operand in enumerate(operands):
+            assert operand.offset_bits <= {32, 64}
+            elements = int(np.prod(operand.shape, dtype=np.int64))
+            assert 32 not in operand.offset_bits or elements <= 2**31, f"{name}: operand {i} {operand.shape} wraps"
+
+
+def row_arrays(shape, rows, dtype):
+    return {
+        "gate_up": arrays(rows, 2 * shape.F, shape.D, dtype=dtype),
+        "down": arrays(rows, shape.D, shape.F, dtype=dtype),
+    }
+
+
+def decode_kernels(shape, B, rows, *, row_dtype=jnp.bfloat16, compute=jnp.bfloat16, offload=True):
+    distinct = min(shape.E, B * shape.K)
+    entry = arrays(distinct)
+    return lower(
+        functools.partial(expert_ffn_decode, distinct=distinct, implementation="pallas"),
+        arrays(B, shape.D, dtype=compute),
+        entry,
+        entry,
+        entry,
+        arrays(1),
+        row_arrays(shape, rows, row_dtype),
+        row_arrays(shape, shape.E, row_dtype) if offload else None,
+    )
+
+
+def round_kernels(shape, T, block_rows, rows, *, dtype=jnp.bfloat16, offload=True):
+    pairs = T * shape.K
+    blocks = -(-pairs // block_rows) + min(shape.E, pairs)
+    layout = {
+        "token": arrays(blocks * block_rows),
+        "pair": arrays(blocks * block_rows),
+        "block_row": arrays(blocks),
+        "pos_row": arrays(shape.E),
+        "pos_src": arrays(shape.E),
+    }
+    return lower(
+        functools.partial(expert_ffn_round, block_rows=block_rows, implementation="pallas"),
+        arrays(T, shape.D, dtype=dtype),
+        arrays(pairs, shape.D, dtype=dtype),
+        layout,
+        arrays(4),
+        row_arrays(shape, rows, dtype),
+        row_arrays(shape, shape.E, dtype) if offload else None,
+    )
+
+
+def bank_of(operands, shape):
+    return [o for o in operands if o.shape == shape and o.offset_bits]
+
+
+def wide(bank):
+    return 64 if bank.size * bank.dtype.itemsize > 2**32 else 32
+
+
+@pytest.mark.parametrize("B", [1, 4, 16, 64])
+@pytest.mark.parametrize("model", MODELS)
+def test_decode_at_real_shapes(model, B):
+    shape = MODELS[model]
+    rows = shape.L * shape.E // 4 + min(shape.E, B * shape.K)
+    kernels = decode_kernels(shape, B, rows)
+    assert [name for name, _ in kernels] == ["expert_ffn_gate_up", "expert_ffn_down"]
+    check_offsets(kernels)
+    for (_, operands), bank in zip(kernels, row_arrays(shape, rows, jnp.bfloat16).values(), strict=True):
+        # Read as an operand, written as a result.
+        assert [o.offset_bits for o in bank_of(operands, bank.shape)] == [{wide(bank)}] * 2
+        # The kernel reads the pool itself.
+        assert len(bank_of(operands, (shape.E, *bank.shape[1:]))) == 1
+
+
+@pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
+@pytest.mark.parametrize("model", MODELS)
+def test_decode_with_everything_resident_and_at_other_shares(model, share):
+    shape = MODELS[model]
+    rows = max(shape.E, int(shape.L * shape.E * share))
+    check_offsets(decode_kernels(shape, 1, rows, offload=False))
+    check_offsets(decode_kernels(shape, 1, rows + shape.K))
+
+
+@pytest.mark.parametrize("B", [1, 4])
+@pytest.mark.parametrize(
+    ("row_dtype", "compute"), [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")]
+)
+def test_decode_with_mixed_dtypes(row_dtype, compute, B):
+    kernels = decode_kernels(MODELS["olmoe"], B, 264, row_dtype=jnp.dtype(row_dtype), compute=jnp.dtype(compute))
+    assert len(kernels) == 2
+    check_offsets(kernels)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("block_rows", [16, 128])
+@pytest.mark.parametrize("model", MODELS)
+def test_prefill_of_8192_tokens_at_real_shapes(model, block_rows, offload):
+    shape = MODELS[model]
+    rows = shape.L * shape.E // 4 + shape.E
+    kernels = round_kernels(shape, 8192, block_rows, rows, offload=offload)
+    assert [name for name, _ in kernels] == ["expert_ffn_grouped_gate_up", "expert_ffn_grouped_down"]
+    check_offsets(kernels)
+    for (_, operands), bank in zip(kernels, row_arrays(shape, rows, jnp.bfloat16).values(), strict=True):
+        assert [o.offset_bits for o in bank_of(operands, bank.shape)] == [{wide(bank)}] * (1 + offload)
+
+
+@pytest.mark.parametrize("B", [1, 4, 16, 64])
+@pytest.mark.parametrize("model", MODELS)
+def test_slot_plan_at_real_shapes(model, B):
+    shape = MODELS[model]
+    experts, pairs = shape.L * shape.E, B * shape.K
+    kernels = lower(
+        functools.partial(slot_plan, layer=shape.L - 1),
+        arrays(pairs),
+        arrays(pairs),
+        arrays(shape.L + 2),
+        arrays(experts, dtype=jnp.float32),
+        arrays(experts),
+        arrays(experts // 4 + min(shape.E, pairs)),
+        arrays(shape.L * 4),
+        arrays(1),
+    )
+    assert [name for name, _ in kernels] == ["slot_plan"]
+    check_offsets(kernels)
+
+
+def test_offsets_that_wrap_are_seen():
+    """The check itself: one-byte rows between 2 and 4 GiB are what it must refuse, above 4 GiB they are fine again."""
+    shape = MODELS["qwen3-30b-a3b"]
+    row_bytes = 2 * shape.F * shape.D
+    with pytest.raises(AssertionError, match="wraps"):
+        check_offsets(decode_kernels(shape, 1, 3 * 2**30 // row_bytes, row_dtype=jnp.uint8))
+    check_offsets(decode_kernels(shape, 1, 10 * 2**30 // row_bytes, row_dtype=jnp.uint8))
+    check_offsets(decode_kernels(shape, 1, 2**30 // row_bytes, row_dtype=jnp.uint8))
+
+
+def pallas_uses(path):
+    """Line numbers where a file names `pallas_call` or imports Pallas."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        names = [getattr(node, "attr", None), getattr(node, "id", None)]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names += [alias.name for alias in node.names]
+            module = getattr(node, "module", None) or ""
+            if any(re.search(r"jax\.experimental(\.|.*)\bpallas\b", f"{module}.{alias.name}") for alias in node.names):
+                yield node.lineno
+        if "pallas_call" in names:
+            yield node.lineno
+
+
+def test_pallas_is_used_through_compat_only():
+    compat = REPOSITORY / "pallas_kernels" / "_compat.py"
+    assert list(pallas_uses(compat))
+    folders = ("pallas_kernels", "host_offload", "moe_jax", "experiments")
+    files = [path for folder in folders for path in sorted((REPOSITORY / folder).rglob("*.py")) if path != compat]
+    assert len(files) > 20
+    assert {str(path.relative_to(REPOSITORY)): lines for path in files if (lines := list(pallas_uses(path)))} == {}
