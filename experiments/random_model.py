@@ -1,0 +1,123 @@
+"""Models of real layer shapes with random weights, built in memory: what the benchmarks run.
+
+Layer outputs are scaled down, so the hidden state stays close to the token's embedding: routing then depends on the token and is
+close to uniform, and the hit rate of a recency policy is close to the share of experts that have a slot.
+"""
+
+import dataclasses
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.store import RowSpec
+from moe_jax.engine.loading import Parts
+from moe_jax.models.mixtral.config import MixtralConfig
+from moe_jax.models.olmoe.config import OlmoeConfig
+from moe_jax.models.qwen3_moe.config import Qwen3MoeConfig
+from moe_jax.models.registry import abstract_params
+
+# config.json values of the released models (shared layer shapes; see docs/measurements.md for what was run).
+SHAPES = {
+    "qwen3-30b-a3b": (
+        Qwen3MoeConfig,
+        dict(
+            vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+            num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+            norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=40960, rope_theta=1e6,
+        ),
+    ),
+    "olmoe-1b-7b": (
+        OlmoeConfig,
+        dict(
+            vocab_size=50304, hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16,
+            num_key_value_heads=16, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False,
+            max_position_embeddings=16384, rope_theta=1e4,
+        ),
+    ),
+    "mixtral-8x7b": (
+        MixtralConfig,
+        dict(
+            vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=32768, rope_theta=1e6,
+        ),
+    ),
+}  # fmt: skip
+
+# Output projections are this much smaller than usual.
+QUIET = 0.02
+
+
+class RandomRows:
+    """A `RowSource` of random expert rows: pieces of one block of normal numbers, each row from its own offset.
+
+    Filling a pool then runs at memory speed, and no two rows are equal.
+    """
+
+    def __init__(self, spec: RowSpec, seed: int = 0):
+        self.spec = spec
+        rng = np.random.default_rng(seed)
+        self._slack = 1 << 20
+        self._blocks = {}
+        for name, (shape, dtype) in spec.tensors.items():
+            count = int(np.prod(shape))
+            unit = rng.standard_normal(min(count, 1 << 22), np.float32) * shape[-1] ** -0.5
+            if name == "down":
+                unit *= QUIET
+            whole = np.resize(unit.astype(dtype), count + self._slack)
+            self._blocks[name] = whole
+
+    def read(self, layer, e, name, out):
+        """Writes one row tensor into `out`."""
+        offset = zlib.crc32(f"{layer}/{e}/{name}".encode()) % self._slack
+        out[...] = self._blocks[name][offset : offset + out.size].reshape(out.shape)
+
+    def fill(self, layer, name, out):
+        """Writes that tensor of all experts of a layer."""
+        for e in range(self.spec.E):
+            self.read(layer, e, name, out[e, ...])
+
+    def close(self):
+        """Nothing to release."""
+
+
+def random_parts(shape: str, layers: int | None = None, dtype="bfloat16", seed: int = 0, **changes) -> Parts:
+    """`Parts` for `MoE.from_parts`: the named shape with `layers` layers (default: all) and random weights on the device.
+
+    `changes` override config fields (tests use a small model).
+    """
+    config_cls, values = SHAPES[shape]
+    values = {**values, **changes}
+    if layers is not None:
+        values["num_hidden_layers"] = layers
+    hf = {"architectures": ["random"], **values}
+    cfg = config_cls.from_hf(hf)
+    dtype = np.dtype(jnp.dtype(dtype))
+    graphdef, abstract = abstract_params(cfg, dtype)
+    key = jax.random.key(seed)
+
+    def make(path, leaf):
+        name = "/".join(str(k.key) for k in path)
+        if "norm" in name:
+            return jnp.ones(leaf.shape, leaf.dtype)
+        k = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        std = 1.0 if name.startswith("embed") else leaf.shape[-1] ** -0.5
+        if name.endswith("attn/out/weight"):
+            std *= QUIET
+        return jax.jit(lambda k: (jax.random.normal(k, leaf.shape, leaf.dtype) * std).astype(leaf.dtype))(k)
+
+    params = jax.tree_util.tree_map_with_path(make, abstract)
+    tensors = {name: (s, dtype) for name, s in cfg.expert_row_shapes().items()}
+    spec = RowSpec(tensors, L=len(cfg.moe_layers), E=cfg.num_experts)
+    return Parts(cfg, dtype, graphdef, params, spec, RandomRows(spec, seed))
+
+
+def small(parts_shape: str) -> dict:
+    """Overrides that shrink a shape for a dry run on CPU, keeping its structure."""
+    config_cls, values = SHAPES[parts_shape]
+    fields = {f.name for f in dataclasses.fields(config_cls)}
+    shrink = dict(vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    shrink |= {"moe_intermediate_size": 32} if "moe_intermediate_size" in fields else {}
+    shrink |= {"intermediate_size": 32} | ({"head_dim": 16} if "head_dim" in values else {})
+    return shrink
