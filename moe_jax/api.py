@@ -1,5 +1,6 @@
 """`MoE`: a model from a directory or hub id, ready to generate, with its expert cache open to inspection and change."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -62,6 +63,7 @@ class MoE:
         policy: Policy | None = None,
     ):
         config = OffloadConfig.parse(config)
+        make_policy(config.policy if policy is None else policy, config.transport)  # a wrong one costs no loading
         started = time.perf_counter()
         directory = resolve(checkpoint)
         progress = None if config.progress else False
@@ -166,9 +168,11 @@ class MoE:
         session = _Session(self, batch, params, seed, trace)
         fault = None
         try:
-            for pieces in session.advance():
-                if feed:
-                    feed.tokens(_steps(pieces, params.fill_token_id))
+            # Closed here and not by the garbage collector: when a streamer raises, the run is booked and its pages are free.
+            with contextlib.closing(session.advance()) as chunks:
+                for pieces in chunks:
+                    if feed:
+                        feed.tokens(_steps(pieces, params.fill_token_id))
         except TransportError as error:
             fault = error
         if feed:
@@ -200,6 +204,25 @@ class MoE:
         rest = decoder.flush()
         if rest:
             yield rest
+
+    def stream_ids(
+        self,
+        inputs: Any = None,
+        max_new_tokens: int | None = None,
+        *,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        seed: int | None = None,
+        trace: bool | None = None,
+        **sampling: Any,
+    ) -> Iterator[list[list[int]]]:
+        """Yields the new ids of every sequence of a batch as they come: a list of B lists a chunk; arguments as `generate`.
+
+        The first chunk has one id a sequence, later ones up to `decode_chunk`; a sequence that ended gives empty lists. EOS is
+        among the ids. Closing the generator early stops the generation.
+        """
+        batch, params = self._prepare(inputs, input_ids, attention_mask, max_new_tokens, sampling)
+        yield from _Session(self, batch, params, seed, trace).advance()
 
     def forward(self, input_ids: Any, attention_mask: Any = None) -> np.ndarray:
         """Logits of every position: float32 [B, T, V] ([T, V] for one sequence); zeros where the mask is 0.
@@ -262,10 +285,7 @@ class MoE:
         config = self.config.replace(**changes)
         budget = self._builder.budget(config)
         wanted = policy if policy is not None else (self._policy_object or config.policy)
-        try:
-            chosen = make_policy(wanted, config.transport)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(str(error)) from error
+        chosen = make_policy(wanted, config.transport)
         current = engine.transport
         same_policy = chosen is current.policy or (
             type(chosen) is type(current.policy) and getattr(chosen, "names", None) == getattr(current.policy, "names", 0)

@@ -113,8 +113,11 @@ def choose_transport(config: OffloadConfig, memory: int | None, rows_bytes: int)
 
 
 def make_policy(name_or_policy, transport: str):
-    """The policy object of a cache: built-ins come as one `PolicySet` where the policy is compiled."""
-    policy = get_policy(name_or_policy)
+    """The policy object of a cache: built-ins come as one `PolicySet` where the policy is compiled. Raises ConfigError."""
+    try:
+        policy = get_policy(name_or_policy)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
     if transport == "device" and policy.name in SWEEP_POLICIES and isinstance(name_or_policy, str):
         return PolicySet(SWEEP_POLICIES)
     return policy
