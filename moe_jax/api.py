@@ -14,17 +14,17 @@ import numpy as np
 from host_offload.policy import Policy
 from host_offload.trace import Trace
 from moe_jax.checkpoint import Checkpoint, resolve
-from moe_jax.config import OffloadConfig
+from moe_jax.config import CACHE_SIZE_KEYS, OffloadConfig
 from moe_jax.engine.engine import Run
 from moe_jax.engine.loading import (
     CacheBuilder,
     build_engine,
+    check_policy,
     choose_transport,
     device_bytes,
     kv_plan,
     make_policy,
     read_parts,
-    select_policy,
 )
 from moe_jax.engine.programs import NO_TOKEN
 from moe_jax.engine.stats import RunStats
@@ -46,7 +46,7 @@ class MoE:
     Args:
         checkpoint: directory in Hugging Face layout, or hub id.
         config: None, a mapping, an `OffloadConfig`, or the path of a JSON file; see `OffloadConfig` for the keys.
-        policy: a `Policy` object instead of a name in the configuration.
+        policy: a `Policy` object (or another name) instead of the name in the configuration.
 
     One call at a time: the engine is not thread-safe. Use as a context manager, or call `close()`, to give device and
     pinned memory back.
@@ -60,7 +60,7 @@ class MoE:
         checkpoint: str | os.PathLike,
         config: None | Mapping[str, Any] | OffloadConfig | str | os.PathLike = None,
         *,
-        policy: Policy | None = None,
+        policy: str | Policy | None = None,
     ):
         config = OffloadConfig.parse(config)
         make_policy(config.policy if policy is None else policy, config.transport)  # a wrong one costs no loading
@@ -95,6 +95,8 @@ class MoE:
         return self
 
     def _setup(self, parts, config, policy, progress, pool=None):
+        if isinstance(policy, str):
+            config, policy = config.replace(policy=policy), None
         self.model_config, self.dtype = parts.cfg, parts.dtype
         memory = device_bytes()
         self.max_sequence_length, pages = kv_plan(parts.cfg, parts.dtype, config, memory)
@@ -110,7 +112,9 @@ class MoE:
         self._builder.pool = pool
         self._plan = {"dense_bytes": dense, "kv_bytes": kv, "kv_pages": pages, "device_bytes": memory}
         chosen = make_policy(policy if policy is not None else self.config.policy, kind)
-        self._builder.budget(self.config)  # errors in sizes come before the pool is filled
+        self._builder.budget(self.config)  # errors in sizes and policy come before the pool is filled
+        check_policy(chosen.policy, kind, spec)
+        transport = None
         try:
             if kind != "resident" and self._builder.pool is None:
                 self._builder.fill_pool(progress)
@@ -119,10 +123,12 @@ class MoE:
                 parts, self.config, transport, self._builder.state(transport, self.config), pages
             )
         except BaseException:
+            if transport is not None:
+                transport.close()
             if self._builder.pool is not None and pool is None:
                 self._builder.pool.close()
             raise
-        self._policy_name = chosen.name if policy is not None else self.config.policy
+        self._chosen = chosen
         self._last = self._total = None
         self._routing: list[dict] = []
         self.reset_stats()
@@ -190,20 +196,34 @@ class MoE:
         """Yields the new text of one prompt in pieces that are always valid UTF-8; arguments as `generate`.
 
         The pieces add up to what `generate` returns for the same text. Closing the generator early stops the generation.
+
+        Raises:
+            InputError, ConfigError: at the call. TransportError: after the text before the fault, which is `error.partial`.
         """
         tokenizer = require_tokenizer(self.tokenizer, "streaming text")
         batch, params = self._prepare(inputs, None, None, max_new_tokens, sampling)
         if len(batch.prompts) != 1:
             raise InputError(f"stream() takes one prompt, not {len(batch.prompts)}: call generate() for a batch")
-        decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
-        session = _Session(self, batch, params, seed, trace)
-        for pieces in session.advance():
-            text = decoder.push(pieces[0])
-            if text:
-                yield text
+        return self._stream_text(
+            _Session(self, batch, params, seed, trace), IncrementalDecoder(tokenizer, skip_special_tokens=True)
+        )
+
+    def _stream_text(self, session, decoder):
+        fault = None
+        try:
+            with contextlib.closing(session.advance()) as chunks:
+                for pieces in chunks:
+                    text = decoder.push(pieces[0])
+                    if text:
+                        yield text
+        except TransportError as error:
+            fault = error
         rest = decoder.flush()
         if rest:
             yield rest
+        if fault is not None:
+            partial = self.tokenizer.decode(session.new_ids[0], skip_special_tokens=True)
+            raise TransportError(str(fault), partial) from fault.__cause__
 
     def stream_ids(
         self,
@@ -222,7 +242,7 @@ class MoE:
         among the ids. Closing the generator early stops the generation.
         """
         batch, params = self._prepare(inputs, input_ids, attention_mask, max_new_tokens, sampling)
-        yield from _Session(self, batch, params, seed, trace).advance()
+        return _Session(self, batch, params, seed, trace).advance()
 
     def forward(self, input_ids: Any, attention_mask: Any = None) -> np.ndarray:
         """Logits of every position: float32 [B, T, V] ([T, V] for one sequence); zeros where the mask is 0.
@@ -236,7 +256,7 @@ class MoE:
             attention_mask=attention_mask,
             tokenizer=self.tokenizer,
         )
-        engine = self._open_engine()
+        engine = self._idle_engine()
         rows, stats = engine.forward(list(batch.prompts))
         self._book(stats)
         B, T = batch.input_ids.shape
@@ -267,7 +287,7 @@ class MoE:
 
         Raises ConfigError and leaves the cache as it was.
         """
-        engine = self._open_engine()
+        engine = self._idle_engine()
         changes = {
             "expert_slots": slots,
             "cache_rate": cache_rate,
@@ -280,31 +300,25 @@ class MoE:
         if transport == "auto":
             raise ConfigError("transport='auto' is for loading; name 'device', 'callback' or 'resident'")
         changes = {key: value for key, value in changes.items() if value is not None}
-        if changes.get("transport") == "resident":
-            changes |= dict.fromkeys(("expert_slots", "cache_rate", "expert_cache_bytes"))
+        if changes.get("transport") == "resident":  # the sizes set before are for the other transports
+            changes = dict.fromkeys(CACHE_SIZE_KEYS) | changes
         config = self.config.replace(**changes)
         budget = self._builder.budget(config)
-        wanted = policy if policy is not None else (self._policy_object or config.policy)
+        wanted = policy if policy is not None else (self._chosen.given or config.policy)
         chosen = make_policy(wanted, config.transport)
         current = engine.transport
-        same_policy = chosen is current.policy or (
-            type(chosen) is type(current.policy) and getattr(chosen, "names", None) == getattr(current.policy, "names", 0)
-        )
+        check_policy(chosen.policy, config.transport, current.spec)
         fits = budget.total + current.spare <= current.rows
-        if config.transport == current.name and same_policy and fits and config.transport != "resident":
-            current.configure(budget, config.contract == "atomic-forced-admit")
-            engine.cache = select_policy(current, current.empty(engine.cache), config.policy)
+        if config.transport == current.name and current.serves(chosen.policy) and fits:
+            current.configure(budget, config.contract == "atomic-forced-admit", chosen.policy, chosen.select)
+            engine.cache = current.empty(engine.cache)
             engine.refresh_operands()
         else:
             self._replace_transport(config, chosen)
-        self.config = config
-        self._policy_object = policy if isinstance(policy, Policy) else (None if policy else self._policy_object)
-        self._policy_name = chosen.name if self._policy_object is not None else config.policy
+        self.config, self._chosen = config, chosen
         return self
 
-    _policy_object: Policy | None = None
-
-    def _replace_transport(self, config, policy):
+    def _replace_transport(self, config, chosen):
         engine, builder = self._engine, self._builder
         if config.transport != "resident" and builder.pool is None:
             raise ConfigError(
@@ -313,10 +327,16 @@ class MoE:
             )
         old = engine.transport
         rows = old.rows if config.transport != "resident" and old.name != "resident" else 0
+        transport = builder.transport(config, chosen, bank_rows=rows)
         for leaf in _leaves(engine.cache.banks):
             leaf.delete()  # before the new banks: there may be no room for both
-        transport = builder.transport(config, policy, bank_rows=rows)
-        engine.use_transport(transport, builder.state(transport, config))
+        try:
+            state = builder.state(transport, config)
+        except BaseException:
+            transport.close()
+            engine.recover()
+            raise
+        engine.use_transport(transport, state)
         old.close()
 
     # ------------------------------------------------------------------------------------------------------ observation
@@ -338,7 +358,7 @@ class MoE:
             "total": self._total.to_dict(),
             "kernel": [transport.kernel] * spec.L,
             "transport": {"name": transport.name, "why": self._transport_choice},
-            "policy": self._policy_name,
+            "policy": self._chosen.name,
             "scope": budget.scope,
             "contract": self.config.contract,
             "slots": {"total": budget.total, "per_layer": list(budget.per_layer), "source": budget.source},
@@ -365,7 +385,9 @@ class MoE:
         Raises MoEJaxError if nothing was recorded.
         """
         if not self._routing:
-            raise MoEJaxError("no routing was recorded: pass trace=True to generate(), or set trace in the configuration")
+            raise MoEJaxError(
+                "no routing was recorded: pass trace=True to generate(), or set trace in the configuration"
+            )
         parts = {name: np.concatenate([part[name] for part in self._routing]) for name in self._routing[0]}
         cfg, budget = self.model_config, self._engine.transport.budget
         header = {
@@ -376,7 +398,7 @@ class MoE:
             "scope": budget.scope,
             "slots": list(budget.per_layer) or budget.total,
             "contract": self.config.contract,
-            "policy": self._policy_name,
+            "policy": self._chosen.name,
             "model": self.name,
             "dtype": str(self.dtype),
             "fingerprint": self.fingerprint,
@@ -412,8 +434,14 @@ class MoE:
             raise MoEJaxError("this model is closed")
         return self._engine
 
+    def _idle_engine(self):
+        engine = self._open_engine()
+        if engine.running is not None:
+            raise MoEJaxError("a generation is open on this model: finish its stream, or close() the generator, first")
+        return engine
+
     def _prepare(self, inputs, input_ids, attention_mask, max_new_tokens, sampling):
-        self._open_engine()
+        self._idle_engine()
         if (inputs is None) == (input_ids is None):
             raise InputError("give the prompt as the first argument or as input_ids, one of them")
         inputs = input_ids if inputs is None else inputs
@@ -461,7 +489,8 @@ class _Session:
         rows = [dataclasses.replace(params, max_new_tokens=batch.max_new_tokens, max_length=None)] * len(batch.prompts)
         self._run: Run = moe._open_engine().start(list(batch.prompts), rows, seed=seed, routing=self._record)
         self._matchers = [
-            StopMatcher(moe.tokenizer, params.stop, prompt.tolist()) if params.stop else None for prompt in batch.prompts
+            StopMatcher(moe.tokenizer, params.stop, prompt.tolist()) if params.stop else None
+            for prompt in batch.prompts
         ]
         self._lengths = batch.lengths
 

@@ -18,7 +18,7 @@ class Transport(abc.ABC):
       spec: `RowSpec` of the experts.
       pool: `ExpertPool`, or None when every expert is resident.
       budget: `SlotBudget`, the slots of this cache.
-      policy: `Policy`; forced_admit: contract `atomic-forced-admit` instead of `atomic-bypass`.
+      policy: `Policy`; select: the member in charge when that is a `PolicySet`. forced_admit: contract `atomic-forced-admit` instead of `atomic-bypass`.
       max_pairs: most token-expert pairs of a decode step (B * K).
       implementation: "pallas", "interpret" or "xla", see `pallas_kernels.expert_ffn`.
       bank_rows: rows to allocate at least (a bank kept from a larger cache).
@@ -29,21 +29,36 @@ class Transport(abc.ABC):
     name: str
     plans = True  # whether a policy decides
 
-    def __init__(self, spec, pool, budget, policy, *, forced_admit, max_pairs, implementation, seed=0, bank_rows=0):
-        self.spec, self.pool, self.policy = spec, pool, policy
+    def __init__(
+        self, spec, pool, budget, policy, *, forced_admit, max_pairs, implementation, select=None, seed=0, bank_rows=0
+    ):  # fmt: skip
+        self.spec, self.pool, self.policy, self.select = spec, pool, policy, select
         self.implementation, self.seed = implementation, seed
         self.group = round_group(spec)
         self.spare = spare_rows(spec, max_pairs, self.group)
         self.budget, self.forced_admit = budget, forced_admit
         self.rows = max(bank_rows, budget.total + self.spare)
 
-    def configure(self, budget, forced_admit):
-        """New quotas, scope and contract over the same banks; the caller then empties the state. No recompilation."""
+    def configure(self, budget, forced_admit, policy, select=None):
+        """New quotas, scope, contract and policy over the same banks; the caller then empties the state. No recompilation.
+
+        `policy` must be one that `serves` accepts.
+        """
         if budget.total + self.spare > self.rows:
             raise ValueError(
                 f"{budget.total} slots and {self.spare} spare rows need more than the {self.rows} rows of this bank"
             )
         self.budget, self.forced_admit = budget, forced_admit
+        self.policy, self.select = policy, select
+
+    def serves(self, policy) -> bool:
+        """Whether the compiled programs would serve `policy` as they stand."""
+        return policy is self.policy
+
+    def fresh_policy(self, xp):
+        """The policy's state before the first event."""
+        state = self.policy.init(xp, self.spec.L, self.spec.E, self.seed)
+        return state if self.select is None else self.policy.with_selected(state, self.select)
 
     @property
     def kernel(self) -> str:
@@ -54,6 +69,10 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def create_state(self):
         """A new, empty cache state with banks on the device."""
+
+    def rebuild(self):
+        """A state as after loading, when a fault consumed the banks."""
+        return self.create_state()
 
     @abc.abstractmethod
     def operands(self):

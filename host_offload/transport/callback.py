@@ -82,7 +82,7 @@ class CallbackTransport(Transport):
         self._slot_of = np.full((L, E), -1, np.int32)
         self._owner = np.full((self.rows,), -1, np.int32)
         self._counters = np.zeros((L, 4), np.int32)
-        self._policy_state = self.policy.init(np, L, E, self.seed)
+        self._policy_state = self.fresh_policy(np)
         self._step = -1
         self._rounds: list[list[tuple[int, int]]] = []
         self._round = 0
@@ -98,6 +98,10 @@ class CallbackTransport(Transport):
             step=jnp.zeros((), jnp.int32),
             error=jnp.zeros((1,), jnp.int32),
         )
+
+    def serves(self, policy):
+        """Any policy: it runs on the host. Only whether the scores are sent there is compiled."""
+        return policy.uses_scores == self.policy.uses_scores
 
     def operands(self):
         return {}
@@ -175,7 +179,15 @@ class CallbackTransport(Transport):
             count, entry = out["count"], out["entry"]
         with jax.named_scope("expert_ffn"):
             y, banks = expert_ffn_decode(
-                x, out["rows"], None, None, count, state.banks, None, distinct=distinct, implementation=self.implementation
+                x,
+                out["rows"],
+                None,
+                None,
+                count,
+                state.banks,
+                None,
+                distinct=distinct,
+                implementation=self.implementation,
             )
             return combine_decode(y, entry.reshape(ids.shape), weights, live), replace(state, banks=banks)
 
@@ -210,7 +222,9 @@ class CallbackTransport(Transport):
     def _guarded(self, body, layer, tables, value_names, bank_names, ctx, outputs, *inputs):
         small = dict(zip(tables, outputs, strict=False))
         error = outputs[len(tables)]
-        banks = dict(zip(bank_names, outputs[len(tables) + 1 :], strict=True))  # the inputs of these are the same memory
+        banks = dict(
+            zip(bank_names, outputs[len(tables) + 1 :], strict=True)
+        )  # the inputs of these are the same memory
         values = dict(zip(value_names, inputs, strict=False))
         if self._error is None:
             try:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.plan import apply, plan_event
+from host_offload.policy import PolicySet
 from host_offload.schedule import max_rounds, schedule_rounds
 from host_offload.slots import BYPASSES, EVICTIONS, HITS, MISSES, SlotCache, control_vector, empty_banks
 from host_offload.transport.base import Transport, combine_decode, combine_prefill, event_need, event_scores, record
@@ -31,10 +32,14 @@ class GraphTransport(Transport):
             owner=jnp.full((self.rows,), -1, jnp.int32),
             resident=jnp.zeros((1,), jnp.int32),
             counters=jnp.zeros((L, 4), jnp.int32),
-            policy=self.policy.init(jnp, L, E, self.seed),
+            policy=self.fresh_policy(jnp),
             step=jnp.zeros((), jnp.int32),
             error=jnp.zeros((1,), jnp.int32),
         )
+
+    def serves(self, policy):
+        """The policy is part of the program: the same, or one made alike. Which member of a set decides is a value."""
+        return _alike(policy, self.policy)
 
     def operands(self):
         control = control_vector(self.budget, self.forced_admit)
@@ -49,7 +54,7 @@ class GraphTransport(Transport):
             owner=jnp.full((self.rows,), -1, jnp.int32),
             resident=jnp.zeros((1,), jnp.int32),
             counters=jnp.zeros((L, 4), jnp.int32),
-            policy=self.policy.init(jnp, L, E, self.seed),
+            policy=self.fresh_policy(jnp),
             step=jnp.zeros((), jnp.int32),
             error=jnp.zeros((1,), jnp.int32),
         )
@@ -206,18 +211,33 @@ class GraphTransport(Transport):
         return out, replace(state, banks=banks)
 
 
+def _alike(a, b) -> bool:
+    """Whether two policies trace to the same program: of one class, with the very same attributes; sets by their members."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, PolicySet):
+        return len(a.policies) == len(b.policies) and all(map(_alike, a.policies, b.policies))
+    mine, other = vars(a), vars(b)
+    return mine.keys() == other.keys() and all(mine[key] is other[key] for key in mine)
+
+
 class ResidentTransport(GraphTransport):
     """Every expert in a slot from the start: nothing moves, no policy runs. The reference for the other transports."""
 
     name = "resident"
     plans = False
+    _refill = None
 
-    def load(self, state, store, fill):
-        """Fills all slots from `store`, one layer at a time through a host buffer; `fill(layer, name, out)` reads a layer."""
+    def load(self, state, fill, again: bool):
+        """Fills all slots, one layer at a time through a host buffer; `fill(layer, name, out)` reads a layer.
+
+        again: `fill` stays usable, so that `rebuild` may call it.
+        """
+        self._refill = fill if again else None
         L, E = self.spec.L, self.spec.E
-        put = jax.jit(
-            lambda bank, rows, at: jax.lax.dynamic_update_slice_in_dim(bank, rows, at, 0), donate_argnums=0
-        )
+        put = jax.jit(lambda bank, rows, at: jax.lax.dynamic_update_slice_in_dim(bank, rows, at, 0), donate_argnums=0)
         banks = dict(state.banks)
         for name, (shape, dtype) in self.spec.tensors.items():
             for layer in range(L):
@@ -233,6 +253,18 @@ class ResidentTransport(GraphTransport):
             owner=owner,
             resident=jnp.full((1,), L * E, jnp.int32),
         )
+
+    def serves(self, policy):
+        return True
+
+    def rebuild(self):
+        """Raises RuntimeError when there is nothing to fill the slots from."""
+        if self._refill is None:
+            raise RuntimeError(
+                "the fault took the experts on the device with it, and transport='resident' keeps no copy of them in host "
+                "memory: load the model again"
+            )
+        return self.load(self.create_state(), self._refill, again=True)
 
     def empty(self, state):
         return replace(state, counters=jnp.zeros_like(state.counters), step=jnp.zeros((), jnp.int32))

@@ -16,7 +16,7 @@ import numpy as np
 from moe_jax.engine.kv_cache import OutOfPages, PageAllocator, PagedKV
 from moe_jax.engine.programs import NO_TOKEN, LoopState, Programs
 from moe_jax.engine.stats import RunStats
-from moe_jax.errors import TransportError
+from moe_jax.errors import MoEJaxError, TransportError
 from moe_jax.generation.sampling import initial_seen, sampler_arrays, switches
 from moe_jax.generation.stopping import eos_array
 from moe_jax.layers.attention import choose_implementation
@@ -58,6 +58,7 @@ class Engine:
         self.page_size, self.kv_pages = page_size, kv_pages
         self._pages = PageAllocator(kv_pages)
         self.requests = self.steps = 0
+        self.running: Run | None = None
         self.use_transport(transport, state)
 
     def use_transport(self, transport, state):
@@ -93,13 +94,14 @@ class Engine:
 
     def recover(self):
         """After a fault: free slots, and new banks or KV pools where a failed call consumed them."""
-        leaves = jax.tree.leaves(self.cache)
-        if any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array)):
-            self.cache = self.transport.create_state()
-        self.cache = self.transport.empty(self.cache)
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._kv)):
+        cache, kv = _usable(self.cache), _usable(self._kv)  # waits, so no callback runs after this
+        self.transport.take_error()
+        if not kv:
             pool = PagedKV.create(self.cfg, self.kv_pages, self.page_size, 1, 1, self.dtype)
             self._kv = pool.k, pool.v
+        if not cache:
+            self.cache = self.transport.rebuild()
+        self.cache = self.transport.empty(self.cache)
 
 
 class Run:
@@ -179,21 +181,30 @@ class Run:
         host_tokens, self.live = np.asarray(tokens)[:B], np.array(live)
         self._count_compilation()
         self.stats.ttft = time.perf_counter() - started - self.stats.compile_seconds
+        self.stats.first_tokens = 1
         loop = LoopState(kv, engine.cache, tokens, live, left, seen)
         self._keep(loop)
         yield host_tokens[:, None].astype(np.int32)
 
         while self.live.any():
-            tokens = self._decode(draws, choice)
+            if not engine.alive:
+                raise MoEJaxError("the model was closed while it was generating")
+            tokens, error = self._decode(draws, choice)
             if tokens.size:
                 yield tokens
+            if error is not None:  # only now: the steps of this chunk before the faulty one are good
+                raise transport_error("decoding", error)
 
     def _decode(self, draws, choice):
-        """One jit call of the decode loop: new ids [B, n]."""
+        """One jit call of the decode loop: new ids [B, n] of its good steps, and the exception that ended it or None."""
         engine, transport = self.engine, self.engine.transport
         started = time.perf_counter()
         loop = replace(self._loop, live=jnp.asarray(self.live))
-        static = {"steps": engine.decode_chunk, "routing": engine.cfg.num_experts_per_tok if self._record else 0, **choice}
+        static = {
+            "steps": engine.decode_chunk,
+            "routing": engine.cfg.num_experts_per_tok if self._record else 0,
+            **choice,
+        }
         compiled = engine.programs.compile_seconds
         loop, out, done, routed = engine.programs.run(
             "decode", (2,), static, engine.params, engine.operands, loop, draws
@@ -213,9 +224,7 @@ class Run:
             self._note_routing(routed[0][:steps], routed[1][:steps], good.T[:steps], phase=1)
         self._step += done
         self._count_compilation()
-        if error is not None:
-            raise TransportError(f"moving experts failed while decoding: {error!r}", None) from error
-        return out[:, :steps]
+        return out[:, :steps], error
 
     def _prefill(self, kv, everything=False):
         """Feeds all prompts in chunks: (kv, logits [B, V] of the last tokens, or the list of [B, T, V] with `everything`)."""
@@ -269,7 +278,7 @@ class Run:
             self._step += 1
             self._count_compilation()
             if error is not None:
-                raise TransportError(f"moving experts failed during prefill: {error!r}", None) from error
+                raise transport_error("prefilling", error)
         return kv, (chunks if everything else logits)
 
     @property
@@ -318,18 +327,48 @@ class Run:
     @contextlib.contextmanager
     def _guard(self):
         """Gives pages back however the run ends, and makes the engine usable after a fault."""
+        if self.engine.running is not None:
+            raise MoEJaxError(
+                "another generation is open on this model: finish its stream, or close() the generator, first"
+            )
+        self.engine.running = self
         try:
             yield
         except (GeneratorExit, OutOfPages):  # nothing was lost
             raise
         except BaseException:
-            self.engine.recover()
+            if self.engine.alive:
+                self.engine.recover()
             raise
         finally:
+            self.engine.running = None
             self.engine.steps = self._step
             if self._pages:
                 self.engine._pages.free(self._pages)
                 self._pages = []
+
+
+def _usable(tree) -> bool:
+    """Waits for the arrays of `tree`; false if one was donated to a call that failed, or is the result of one."""
+    usable = True
+    for leaf in jax.tree.leaves(tree):
+        if leaf.is_deleted():
+            usable = False
+            continue
+        try:
+            leaf.block_until_ready()
+        except jax.errors.JaxRuntimeError:  # the fault itself is being raised already
+            usable = False
+    return usable
+
+
+def transport_error(doing: str, cause: BaseException) -> BaseException:
+    """What to raise for an exception that a callback kept: TransportError, or an interrupt as it came."""
+    if not isinstance(cause, Exception):  # KeyboardInterrupt, SystemExit: the callback ran on the interrupted thread
+        return cause
+    error = TransportError(f"moving experts failed while {doing}: {cause!r}")
+    error.__cause__ = cause
+    return error
 
 
 def block_rows(platform: str, pairs: int, cfg) -> int:
@@ -337,4 +376,4 @@ def block_rows(platform: str, pairs: int, cfg) -> int:
     mean = pairs // cfg.num_experts
     if platform == "gpu":
         return 128 if mean >= 96 else 64 if mean >= 48 else 16
-    return 32 if mean >= 32 else 16 if mean >= 8 else 8
+    return 32 if mean >= 32 else 16

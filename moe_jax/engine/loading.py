@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from host_offload.capacity import resolve_slots
-from host_offload.policy import PolicySet, get_policy
+from host_offload.policy import Policy, PolicySet, get_policy
 from host_offload.pool import ExpertPool
 from host_offload.slots import round_group, spare_rows
 from host_offload.store import ExpertStore, PackedRows, StoreError
@@ -112,15 +112,42 @@ def choose_transport(config: OffloadConfig, memory: int | None, rows_bytes: int)
     return "device", "experts are offloaded; the policy runs in the graph"
 
 
-def make_policy(name_or_policy, transport: str):
-    """The policy object of a cache: built-ins come as one `PolicySet` where the policy is compiled. Raises ConfigError."""
+@dataclass(frozen=True)
+class Chosen:
+    """The policy of a cache. policy: the object to run; select: the member in charge when that is the set of built-ins;
+    given: the object that the user gave, None if a name chose it."""
+
+    policy: Policy
+    select: str | None
+    given: Policy | None
+
+    @property
+    def name(self) -> str:
+        """For stats and trace headers."""
+        return self.select or self.policy.name
+
+
+def make_policy(name_or_policy, transport: str) -> Chosen:
+    """The policy of a cache: named built-ins come as one `PolicySet` where the policy is compiled. Raises ConfigError."""
     try:
         policy = get_policy(name_or_policy)
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
-    if transport == "device" and policy.name in SWEEP_POLICIES and isinstance(name_or_policy, str):
-        return PolicySet(SWEEP_POLICIES)
-    return policy
+    if not isinstance(name_or_policy, str):
+        return Chosen(policy, None, policy)
+    if transport == "device" and name_or_policy in SWEEP_POLICIES:
+        return Chosen(PolicySet(SWEEP_POLICIES), name_or_policy, None)
+    return Chosen(policy, None, None)
+
+
+def check_policy(policy: Policy, transport: str, spec) -> None:
+    """Raises ConfigError if the policy does not fit the model, such as a frequency table of another shape."""
+    if transport == "resident":
+        return
+    try:
+        policy.init(np if transport == "callback" else jax.numpy, spec.L, spec.E, 0)
+    except ValueError as error:
+        raise ConfigError(f"policy {policy.name!r}: {error}") from error
 
 
 class CacheBuilder:
@@ -179,7 +206,7 @@ class CacheBuilder:
             self.pool = pool
         return self.pool
 
-    def transport(self, config: OffloadConfig, policy, bank_rows: int = 0):
+    def transport(self, config: OffloadConfig, chosen: Chosen, bank_rows: int = 0):
         """An unfilled `Transport` for `config` (its transport resolved)."""
         cls = TRANSPORTS[config.transport]
         budget = self.budget(config)
@@ -188,7 +215,8 @@ class CacheBuilder:
             self.parts.spec,
             None if config.transport == "resident" else self.pool,
             budget,
-            policy,
+            chosen.policy,
+            select=chosen.select,
             forced_admit=config.contract == "atomic-forced-admit",
             max_pairs=self.max_pairs,
             implementation=self.implementation,
@@ -199,24 +227,15 @@ class CacheBuilder:
     def state(self, transport, config: OffloadConfig):
         """The cache state of a new transport: empty, or with all experts when resident."""
         state = transport.create_state()
-        if config.transport == "resident":
-            fill = self.pool_fill if self.pool is not None else self.parts.store.fill
-            state = transport.load(state, self.parts.store, fill)
-        return select_policy(transport, state, config.policy)
+        if config.transport != "resident":
+            return state
+        if self.pool is not None:
+            return transport.load(state, self.pool_fill, again=True)
+        return transport.load(state, self.parts.store.fill, again=False)
 
     def pool_fill(self, layer, name, out):
         """As `RowSource.fill`, from the pool."""
         out[...] = self.pool.view(layer, name)
-
-
-def select_policy(transport, state, name):
-    """Puts the policy `name` in charge when the transport holds a `PolicySet`."""
-    policy = transport.policy
-    if isinstance(policy, PolicySet) and isinstance(name, str):
-        from dataclasses import replace
-
-        return replace(state, policy=policy.with_selected(state.policy, name))
-    return state
 
 
 def build_engine(parts: Parts, config: OffloadConfig, transport, state, pages: int) -> Engine:

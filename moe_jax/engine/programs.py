@@ -113,7 +113,9 @@ class Programs:
         def step(i, loop, out, routed):
             kv = loop.kv
             experts = transport.bind(operands, prefill=False)
-            hidden, kv, cache = model(loop.tokens[:, None], kv.lengths[:, None], loop.live[:, None], kv, experts, loop.cache)
+            hidden, kv, cache = model(
+                loop.tokens[:, None], kv.lengths[:, None], loop.live[:, None], kv, experts, loop.cache
+            )
             cache, record = transport.finish_step(cache)
             with jax.named_scope("sample"):
                 drawn = _draw(model.logits(hidden[:, 0]), loop.seen, draws, kv.lengths, greedy, sort)

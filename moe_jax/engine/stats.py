@@ -51,18 +51,23 @@ class PhaseStats:
             "bytes_per_token": float(sums[MISSES]) * self.row_bytes / self.tokens if self.tokens else None,
             "per_layer": {
                 name: self.counters[:, index].tolist()
-                for index, name in ((HITS, "hits"), (MISSES, "misses"), (BYPASSES, "bypasses"), (EVICTIONS, "evictions"))
+                for index, name in (
+                    (HITS, "hits"),
+                    (MISSES, "misses"),
+                    (BYPASSES, "bypasses"),
+                    (EVICTIONS, "evictions"),
+                )
             },
         }
 
 
 class RunStats:
-    """One or many calls. ttft: seconds from the call to its first token, compilation excluded (summed over calls in a total)."""
+    """One or many calls. ttft: seconds from a call to its first token, compilation excluded, summed over the `first_tokens` calls that made one."""
 
     def __init__(self, layers: int, row_bytes: int):
         self.prefill = PhaseStats(layers, row_bytes)
         self.decode = PhaseStats(layers, row_bytes)
-        self.calls = 0
+        self.calls = self.first_tokens = 0
         self.ttft = 0.0
         self.overshoot = 0
         self.compilations = 0
@@ -73,7 +78,7 @@ class RunStats:
         for phase in ("prefill", "decode"):
             mine, theirs = getattr(self, phase), getattr(other, phase)
             mine.add(theirs.counters, theirs.tokens, theirs.steps, theirs.seconds, theirs.lookups)
-        for name in ("calls", "ttft", "overshoot", "compilations", "compile_seconds"):
+        for name in ("calls", "first_tokens", "ttft", "overshoot", "compilations", "compile_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def to_dict(self) -> dict:
@@ -81,7 +86,7 @@ class RunStats:
         decode = self.decode
         return {
             "calls": self.calls,
-            "ttft_seconds": self.ttft / self.calls if self.calls else None,
+            "ttft_seconds": self.ttft / self.first_tokens if self.first_tokens else None,
             "seconds_per_token": decode.seconds / decode.steps if decode.steps else None,
             "prefill": self.prefill.to_dict(),
             "decode": decode.to_dict(),
