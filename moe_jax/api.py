@@ -174,7 +174,7 @@ class MoE:
         session = _Session(self, batch, params, seed, trace)
         fault = None
         try:
-            # Closed here and not by the garbage collector: when a streamer raises, the run is booked and its pages are free.
+            # Closed here, not by the garbage collector: when a streamer raises, the run is booked and its pages free.
             with contextlib.closing(session.advance()) as chunks:
                 for pieces in chunks:
                     if feed:
@@ -236,10 +236,10 @@ class MoE:
         trace: bool | None = None,
         **sampling: Any,
     ) -> Iterator[list[list[int]]]:
-        """Yields the new ids of every sequence of a batch as they come: a list of B lists a chunk; arguments as `generate`.
+        """Yields the new ids of a batch as they come, B lists a chunk; arguments as `generate`.
 
-        The first chunk has one id a sequence, later ones up to `decode_chunk`; a sequence that ended gives empty lists. EOS is
-        among the ids. Closing the generator early stops the generation.
+        The first chunk has one id a sequence, later ones up to `decode_chunk`; a sequence that ended gives empty lists.
+        EOS is among the ids. Closing the generator early stops the generation.
         """
         batch, params = self._prepare(inputs, input_ids, attention_mask, max_new_tokens, sampling)
         return _Session(self, batch, params, seed, trace).advance()

@@ -1,12 +1,13 @@
-"""The least time that a decode step can take on a machine: what must cross the link, what must be read from device memory.
+"""The least time that a decode step can take: what must cross the link, what must be read from device memory.
 
     link floor = bytes moved / link rate
     HBM floor  = (dense bytes + distinct experts used * row bytes + KV bytes) / memory rate
     efficiency = (link floor + HBM floor) / measured time
 
-All three are per decode step, which is one token of every live sequence; with one sequence, per token. Experts used count hits and
-misses alike, since a moved row is read as well. The two floors are added, as docs/glossary.md defines efficiency: an engine that
-computes while rows are in flight can come closer to the larger of the two. Rates are of large transfers, measured here or given.
+All three are per decode step, which is one token of every live sequence; with one sequence, per token. Experts used
+count hits and misses alike, since a moved row is read as well. The two floors are added, as docs/glossary.md defines
+efficiency: an engine that computes while rows are in flight could come closer to the larger of the two. Rates are of
+large transfers, measured here or given.
 """
 
 import time
@@ -22,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from moe_jax.config import real
 from moe_jax.models.config import DecoderConfig
 
-# Large enough that starting a transfer does not count: 352 MB reach the ceiling of PCIe 5 x16, one 9 MB expert 0.9 of it.
+# Large enough that starting a transfer does not count.
 TRANSFER_BYTES = {"gpu": 512 << 20, "cpu": 64 << 20}
 # Reductions chained in one program, so that its launch is a small part of the time.
 READS = {"gpu": 16, "cpu": 2}
@@ -41,7 +42,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Floor:
-    """Least milliseconds of a decode step: `link_ms` for rows moved to the device, `memory_ms` for what it reads from its memory."""
+    """Least milliseconds of a decode step: `link_ms` moves rows to the device, `memory_ms` reads device memory."""
 
     link_ms: float
     memory_ms: float
@@ -65,21 +66,19 @@ def find_ceilings(link_gbps: float | None = None, memory_gbps: float | None = No
     platform = jax.devices()[0].platform
     if link_gbps is None:
         link = measure_link()
-        link_source = (
-            "measured, pinned host to device" if platform == "gpu" else "measured, memcpy (no GPU: there is no link)"
-        )
+        link_source = "measured, pinned memory to device" if platform == "gpu" else "measured, memcpy (no GPU)"
     else:
         link, link_source = real("link_gbps", link_gbps, allowed, lambda v: v > 0), "given"
     if memory_gbps is None:
         memory = measure_memory()
-        memory_source = "measured, device memory" if platform == "gpu" else "measured, host memory (no GPU)"
+        memory_source = "measured, device memory" if platform == "gpu" else "measured, host memory"
     else:
         memory, memory_source = real("hbm_gbps", memory_gbps, allowed, lambda v: v > 0), "given"
     return Ceilings(link, memory, link_source, memory_source)
 
 
 def measure_link(nbytes: int | None = None) -> float:
-    """GB/s of one large copy from pinned host memory to the device by the copy engine; on CPU, of a memcpy by one thread."""
+    """GB/s of a large copy from pinned memory to the device by the copy engine; on CPU, of a memcpy by one thread."""
     device = jax.devices()[0]
     nbytes = nbytes or TRANSFER_BYTES[device.platform]
     if device.platform == "cpu":
@@ -125,7 +124,7 @@ def _fastest(run) -> float:
 
 
 def dense_bytes_read(cfg: DecoderConfig, dtype: Any, dense_bytes: int) -> int:
-    """Bytes of dense weights that a decode step reads: all `dense_bytes`, less an embedding of which it only looks up rows.
+    """Bytes of dense weights that a decode step reads: `dense_bytes` less an embedding, of which it only looks up rows.
 
     A tied embedding is the head as well, and a head is read whole.
     """
@@ -134,9 +133,10 @@ def dense_bytes_read(cfg: DecoderConfig, dtype: Any, dense_bytes: int) -> int:
 
 
 def kv_tokens_read(prompt_tokens: Sequence[int], new_tokens: Sequence[int], window: int | None = None) -> int:
-    """Cached tokens that decoding reads in all: over sequences with P prompt and n new tokens, the sum of P + i for i = 1..n-1.
+    """Cached tokens that decoding reads in all.
 
-    The first new token comes from prefill and the last one is never fed. `window` bounds what a token sees.
+    For a sequence with P prompt tokens and n new ones it is the sum of P + i for i = 1..n-1: the first new token comes
+    from prefill, and the last one is never fed. `window` bounds what a token sees.
     """
     total = 0
     for prompt, new in zip(prompt_tokens, new_tokens, strict=True):
