@@ -45,9 +45,7 @@ class Plan(NamedTuple):
     n_evicted: Any
 
 
-def plan_event(
-    xp, *, need, slot_of, owner, priority, layer, capacity, global_scope, forced_admit, t, assign_rows=True
-):
+def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_scope, forced_admit, t, assign_rows=True):
     """Plans one event after the policy observed it.
 
     Args:

@@ -76,7 +76,7 @@ def schedule_rounds(xp, plan, need, slot_of, owner, *, group: int) -> Schedule:
     round_ = xp.where(need, round_, last)
 
     order = xp.argsort(round_, stable=True).astype(i32)
-    bounds = xp.searchsorted(round_[order], xp.arange(last + 1, dtype=i32)).astype(i32)
+    bounds = xp.sum(round_[None, :] < xp.arange(last + 1, dtype=i32)[:, None], axis=1, dtype=i32)
     return Schedule(
         position=xp.argsort(order).astype(i32),
         row=xp.where(plan.miss, dest, row)[order],

@@ -122,6 +122,10 @@ class Transport(abc.ABC):
         check_invariants(slot_of, owner)
         for name, (shape, dtype) in self.spec.tensors.items():
             bank = state.banks[name]
+            if device_platform() == "cpu":
+                bank = np.asarray(
+                    bank
+                )  # a view; elsewhere rows are fetched one by one, the bank may exceed host memory
             for row in np.flatnonzero(owner >= 0):
                 layer, expert = divmod(int(owner[row]), self.spec.E)
                 if source is None:
@@ -140,11 +144,9 @@ def record(state, ids, weights, scores):
 
 def event_need(ids, live, E):
     """[E] bool: distinct experts of the live rows; ids [T, K], live [T]."""
-    if ids.size <= 4096:  # one fused reduction; a long chunk marks instead of comparing
-        hit = (ids[:, :, None] == jnp.arange(E, dtype=jnp.int32)) & live[:, None, None]
-        return jnp.any(hit, axis=(0, 1))
-    where = jnp.where(live[:, None], ids, E).reshape(-1)
-    return jnp.zeros((E,), bool).at[where].set(True, mode="drop")
+    # Comparing all pairs is one fused reduction; marking by scatter is many small kernels or atomics.
+    hit = (ids[:, :, None] == jnp.arange(E, dtype=jnp.int32)) & live[:, None, None]
+    return jnp.any(hit, axis=(0, 1))
 
 
 def event_scores(scores, live):

@@ -35,9 +35,10 @@ class NumpyMover:
     def __init__(self, pool):
         self._pool = pool
 
-    def fetch(self, ctx, *buffers):
-        """The buffers as arrays."""
-        return [np.asarray(buffer) for buffer in buffers]
+    def fetch(self, ctx, buffers, meanwhile):
+        """The buffers as arrays; runs `meanwhile()` first."""
+        meanwhile()
+        return {name: np.asarray(buffer) for name, buffer in buffers.items()}
 
     def store(self, ctx, buffer, value):
         """Writes a small array."""
@@ -86,6 +87,9 @@ class CallbackTransport(Transport):
         self._step = -1
         self._rounds: list[list[tuple[int, int]]] = []
         self._round = 0
+        self._unsettled = None
+        self._capacities = self.budget.capacities.tolist()
+        self._global = self.budget.scope == "global"
 
     def create_state(self):
         return SlotCache(
@@ -268,17 +272,19 @@ class CallbackTransport(Transport):
         self._counters[layer] += (np.count_nonzero(plan.hit), missed, bypassed, plan.n_evicted)
         return plan
 
-    @property
-    def _capacities(self):
-        return self.budget.capacities
+    def _settle(self):
+        """Decides the decode event that was served last, if that is still to do: who stays, who leaves.
 
-    @property
-    def _global(self):
-        return self.budget.scope == "global"
+        An event's decision is only needed at the next one, so it is taken there while the host waits for the device.
+        """
+        if self._unsettled is not None:
+            (layer, need, arrays), self._unsettled = self._unsettled, None
+            t = self._observe(layer, need, arrays)
+            apply(np, self._plan(layer, need, t, True), self._slot_of, self._owner)
 
     def _on_decode(self, layer, ctx, out, values, banks):
         E = self.spec.E
-        arrays = dict(zip(values, self.mover.fetch(ctx, *values.values()), strict=True))
+        arrays = self.mover.fetch(ctx, values, self._settle)
         ids = arrays["ids"]
         live = arrays.get("live")
         listed = ids[0] if live is None else np.unique(ids[live])
@@ -298,11 +304,13 @@ class CallbackTransport(Transport):
             self.mover.store(ctx, out["entry"], np.where(live[:, None], entry[ids], 0).reshape(-1))
         need = np.zeros((E,), bool)
         need[listed] = True
-        t = self._observe(layer, need, arrays)
-        apply(np, self._plan(layer, need, t, True), self._slot_of, self._owner)
+        kept = {name: array.copy() for name, array in arrays.items() if name == "scores"}  # the ring reuses its memory
+        self._unsettled = layer, need, kept
+        if layer == self.spec.L - 1:  # a fault must show in its own step
+            self._settle()
 
     def _on_prefill(self, layer, ctx, out, values, banks):
-        arrays = dict(zip(values, self.mover.fetch(ctx, *values.values()), strict=True))
+        arrays = self.mover.fetch(ctx, values, self._settle)
         need = arrays["need"].astype(bool)
         t = self._observe(layer, need, arrays)
         plan = self._plan(layer, need, t, False)

@@ -28,6 +28,27 @@ H2D = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
 D2H = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
 
 
+def copy_rate(nbytes: int, copies: int = 8) -> float:
+    """Bytes a second of the copy engine from pinned host memory to the device, `copies` copies of `nbytes` in a row."""
+    host, device = check(cudart.cudaMallocHost(nbytes)), check(cudart.cudaMalloc(nbytes))
+    stream = check(cudart.cudaStreamCreate())
+    start, stop = check(cudart.cudaEventCreate()), check(cudart.cudaEventCreate())
+    try:
+        check(cudart.cudaMemcpyAsync(device, host, nbytes, H2D, stream))
+        check(cudart.cudaEventRecord(start, stream))
+        for _ in range(copies):
+            check(cudart.cudaMemcpyAsync(device, host, nbytes, H2D, stream))
+        check(cudart.cudaEventRecord(stop, stream))
+        check(cudart.cudaEventSynchronize(stop))
+        return copies * nbytes / (check(cudart.cudaEventElapsedTime(start, stop)) / 1e3)
+    finally:
+        for event in (start, stop):
+            check(cudart.cudaEventDestroy(event))
+        check(cudart.cudaStreamDestroy(stream))
+        check(cudart.cudaFree(device))
+        check(cudart.cudaFreeHost(host))
+
+
 class Staging:
     """A small pinned buffer for ids and tables; pieces are handed out in a ring so that copies in flight keep theirs."""
 
@@ -72,13 +93,16 @@ class CudaMover:
         make = lambda: check(cudart.cudaEventCreateWithFlags(cudart.cudaEventDisableTiming))  # noqa: E731
         self._computed, self._arrived = make(), [make(), make()]
 
-    def fetch(self, ctx, *buffers):
-        """NumPy copies of small device buffers, after everything before them on XLA's stream."""
-        out = []
-        for buffer in buffers:
-            array, address = self._staging.take(buffer.shape, buffer.dtype)
-            check(cudart.cudaMemcpyAsync(address, pointer(buffer), array.nbytes, D2H, ctx.stream))
-            out.append(array)
+    def fetch(self, ctx, buffers, meanwhile):
+        """NumPy copies of small device buffers, after everything before them on XLA's stream.
+
+        `meanwhile()` runs on the host while the device gets there.
+        """
+        out = {}
+        for name, buffer in buffers.items():
+            out[name], address = self._staging.take(buffer.shape, buffer.dtype)
+            check(cudart.cudaMemcpyAsync(address, pointer(buffer), out[name].nbytes, D2H, ctx.stream))
+        meanwhile()
         check(cudart.cudaStreamSynchronize(ctx.stream))
         return out
 

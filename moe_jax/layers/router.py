@@ -6,10 +6,14 @@ from flax import nnx
 from jax import Array, lax
 
 from moe_jax.layers.linear import Linear
+from pallas_kernels import kernels_run_compiled
+from pallas_kernels.router_topk import router_topk
 
 
 def top_k(scores: Array, k: int) -> tuple[Array, Array]:
     """The k largest scores of each row: values [T, k] descending and ids [T, k] int32; ties: the lower id first."""
+    if kernels_run_compiled():
+        return router_topk(scores, k)
     values, ids = lax.top_k(scores, k)
     return values, ids.astype(jnp.int32)
 

@@ -24,14 +24,20 @@ def group_pairs(ids, live, position_of_expert, positions: int, block_rows: int):
     position = jnp.where(jnp.repeat(live, k), position_of_expert[ids.reshape(-1)], positions)
     order = jnp.argsort(position, stable=True).astype(jnp.int32)
     position = position[order]
-    bounds = jnp.searchsorted(position, jnp.arange(positions + 1, dtype=jnp.int32), side="left").astype(jnp.int32)
+    # Comparing all is one fused reduction; a binary search is a loop of small kernels.
+    bounds = _search(position, jnp.arange(positions + 1, dtype=jnp.int32), "left")
     count = bounds[1:] - bounds[:-1]
     block_count = -(-count // block_rows)
     block_end = jnp.cumsum(block_count).astype(jnp.int32)
     block_start = block_end - block_count
     real = jnp.minimum(position, positions - 1)
     row = block_start[real] * block_rows + jnp.arange(pairs, dtype=jnp.int32) - bounds[real]
-    row = jnp.where(position < positions, row, blocks * block_rows)
-    pair = jnp.full(blocks * block_rows, -1, jnp.int32).at[row].set(order, mode="drop")
-    block_position = jnp.searchsorted(block_end, jnp.arange(blocks, dtype=jnp.int32), side="right").astype(jnp.int32)
+    # Dead pairs go past the end, each to a place of its own: the scatter may then assume unique indices.
+    row = jnp.where(position < positions, row, blocks * block_rows + jnp.arange(pairs, dtype=jnp.int32))
+    pair = jnp.full(blocks * block_rows, -1, jnp.int32).at[row].set(order, mode="drop", unique_indices=True)
+    block_position = _search(block_end, jnp.arange(blocks, dtype=jnp.int32), "right")
     return {"token": jnp.maximum(pair, 0) // k, "pair": pair, "block_position": block_position, "block_end": block_end}
+
+
+def _search(ascending, values, side):
+    return jnp.searchsorted(ascending, values, side=side, method="compare_all").astype(jnp.int32)
