@@ -122,10 +122,8 @@ class Transport(abc.ABC):
         check_invariants(slot_of, owner)
         for name, (shape, dtype) in self.spec.tensors.items():
             bank = state.banks[name]
-            if device_platform() == "cpu":
-                bank = np.asarray(
-                    bank
-                )  # a view; elsewhere rows are fetched one by one, the bank may exceed host memory
+            if device_platform() == "cpu":  # a view; elsewhere row by row, for a bank may exceed host memory
+                bank = np.asarray(bank)
             for row in np.flatnonzero(owner >= 0):
                 layer, expert = divmod(int(owner[row]), self.spec.E)
                 if source is None:

@@ -1,0 +1,277 @@
+"""The pieces of the transports: what an event needs, how outputs are combined, settings, verification, faults."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from host_offload.capacity import resolve_slots
+from host_offload.policy import LFU, LRU, Policy, PolicySet, StaticPin
+from host_offload.pool import ExpertPool
+from host_offload.slots import control_vector, round_group, spare_rows
+from host_offload.store import RowSpec
+from host_offload.transport import TRANSPORTS, CallbackTransport, GraphTransport, ResidentTransport
+from host_offload.transport.base import combine_decode, combine_prefill, event_need, event_scores
+from host_offload.transport.callback import NumpyMover
+
+L, E, D, F = 2, 4, 4, 3
+SPEC = RowSpec(L=L, E=E, tensors={"gate_up": ((2 * F, D), np.dtype("float32")), "down": ((D, F), np.dtype("float32"))})
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = ExpertPool(SPEC)
+    rng = np.random.default_rng(0)
+    for layer in range(L):
+        for name in SPEC.tensors:
+            view = pool.view(layer, name)
+            view[...] = rng.standard_normal(view.shape)
+    yield pool
+    pool.close()
+
+
+def budget(slots=4, scope="layer"):
+    return resolve_slots(L=L, E=E, row_bytes=SPEC.row_bytes, expert_slots=slots, scope=scope)
+
+
+def make(kind, pool, policy=None, slots=4, **options):
+    options = {"forced_admit": False, "max_pairs": 2, "implementation": "xla"} | options
+    return TRANSPORTS[kind](SPEC, pool, budget(slots), policy or LRU(), **options)
+
+
+# ---------------------------------------------------------------------------------------------- pieces of an event
+
+
+def test_need_is_the_distinct_experts_of_live_rows():
+    ids = jnp.array([[0, 2], [2, 3], [1, 0]], jnp.int32)
+    live = jnp.array([True, True, False])
+    assert np.asarray(event_need(ids, live, 5)).tolist() == [True, False, True, True, False]
+    many = jnp.tile(ids, (2000, 1))
+    assert np.asarray(event_need(many, jnp.tile(live, 2000), 5)).tolist() == [True, False, True, True, False]
+    assert not np.asarray(event_need(ids, jnp.zeros(3, bool), 5)).any()
+
+
+def test_scores_are_rounded_as_traces_store_them():
+    scores = jnp.array([[0.1, 0.9], [1 / 3, 2 / 3], [5.0, 5.0]], jnp.float32)
+    got = np.asarray(event_scores(scores, jnp.array([True, True, False])))
+    halves = np.asarray(scores, np.float16).astype(np.float32)
+    assert got.tolist() == (halves[0] + halves[1]).tolist()
+    assert got.tolist() != np.asarray(scores[0] + scores[1]).tolist()
+
+
+def test_outputs_are_summed_in_the_order_of_a_tokens_experts():
+    """(1e8 + 1) - 1e8 is 0 in float32 and (1e8 - 1e8) + 1 is 1: the order of the k outputs shows."""
+    y = jnp.zeros((3, 1, 1), jnp.float32).at[:, 0, 0].set(jnp.array([1e8, 1.0, -1e8]))
+    entry = jnp.array([[0, 1, 2]], jnp.int32)
+    ones, live = jnp.ones((1, 3)), jnp.array([True])
+    assert float(combine_decode(y, entry, ones, live)[0, 0]) == 0.0
+    assert float(combine_decode(y, jnp.array([[0, 2, 1]], jnp.int32), ones, live)[0, 0]) == 1.0
+    assert float(combine_prefill(y[:, 0], ones, live)[0, 0]) == 0.0
+    assert float(combine_prefill(y[jnp.array([0, 2, 1]), 0], ones, live)[0, 0]) == 1.0
+
+
+def test_dead_rows_come_out_as_zero_even_if_their_values_are_not_finite():
+    y = jnp.full((1, 2, 3), jnp.nan)
+    out = combine_decode(y, jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1)), jnp.zeros(2, bool))
+    assert np.asarray(out).tolist() == np.zeros((2, 3)).tolist()
+
+
+# ---------------------------------------------------------------------------------------------- sizes and settings
+
+
+def test_rounds_are_about_64_mib_and_at_most_half_a_layer():
+    def spec(floats, experts):
+        return RowSpec(L=1, E=experts, tensors={"a": ((floats,), np.dtype("float32"))})
+
+    mib = (1 << 20) // 4
+    assert round_group(spec(mib, 1000)) == 64
+    assert round_group(spec(mib, 100)) == 50
+    assert round_group(spec(100 * mib, 8)) == 1
+    assert round_group(spec(1, 1)) == 1
+
+
+def test_spare_rows_hold_a_decode_step_and_two_rounds():
+    assert spare_rows(SPEC, pairs=3, group=1) == 3
+    assert spare_rows(SPEC, pairs=100, group=1) == E
+    assert spare_rows(SPEC, pairs=1, group=2) == 4
+
+
+def test_control_vector_names_capacities_scope_and_contract():
+    assert control_vector(budget(3), False).tolist() == [2, 1, 0, 0]
+    assert control_vector(budget(3, "global"), True).tolist() == [3, 3, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ("device", "callback"))
+def test_more_slots_than_the_bank_holds_are_refused(kind, pool):
+    transport = make(kind, pool, slots=3)
+    transport.configure(budget(2), True, transport.policy)
+    assert transport.budget.total == 2 and transport.forced_admit
+    with pytest.raises(
+        ValueError, match=f"8 slots and {transport.spare} spare rows need more than the {transport.rows}"
+    ):
+        transport.configure(budget(8), False, transport.policy)
+    assert transport.budget.total == 2 and transport.forced_admit  # as before
+    assert make(kind, pool, slots=3, bank_rows=50).rows == 50
+
+
+class Own(Policy):
+    name = "own"
+
+    def __init__(self, weight=1.0):
+        self.weight = weight
+
+    def init(self, xp, L, E, seed):
+        return {"none": xp.zeros((), xp.int32)}
+
+    def observe(self, xp, state, layer, need, scores, t):
+        return state
+
+    def priority(self, xp, state, layer, expert, t):
+        return self.weight * expert.astype(xp.float32)
+
+
+def test_which_policies_the_compiled_programs_serve(pool):
+    table = np.ones((L, E), np.float32)
+    half = 0.5
+    graph = make("device", pool, Own(half))
+    assert graph.serves(graph.policy) and graph.serves(Own(half))
+    assert not graph.serves(Own(0.25)) and not graph.serves(LRU())
+    both = make("device", pool, PolicySet([LRU(), StaticPin(table)]))
+    assert both.serves(PolicySet([LRU(), StaticPin(both.policy.policies[1].frequency)]))
+    assert not both.serves(PolicySet([LRU(), StaticPin(table * 2)]))
+    assert not both.serves(PolicySet([LRU()]))
+    host = make("callback", pool, LRU())
+    assert host.serves(LFU()) and host.serves(StaticPin())
+    assert not host.serves(Own())  # wants the router's scores, which the programs of LRU do not send
+    assert make("resident", None).serves(Own())
+
+
+@pytest.mark.parametrize("kind", ("device", "callback"))
+def test_emptying_keeps_the_chosen_member_of_a_set(kind, pool):
+    transport = make(kind, pool, PolicySet(["lru", "lfu"]), select="lfu")
+    state = transport.create_state()
+    for _ in range(2):
+        policy = state.policy if kind == "device" else transport._policy_state
+        assert int(policy["select"]) == 1
+        state = transport.empty(state)
+
+
+# ---------------------------------------------------------------------------------------------- state and verification
+
+
+def occupied(transport, pool, layer=1, expert=2, row=3):
+    """A state with one expert in a slot, its bytes in place."""
+    state = transport.create_state()
+    banks = {name: bank.at[row].set(pool.view(layer, name)[expert]) for name, bank in state.banks.items()}
+    if isinstance(transport, CallbackTransport):
+        transport._slot_of[layer, expert] = row
+        transport._owner[row] = layer * E + expert
+        return replace(state, banks=banks)
+    slot_of = state.slot_of.at[layer, expert].set(row)
+    return replace(state, banks=banks, slot_of=slot_of, owner=state.owner.at[row].set(layer * E + expert))
+
+
+@pytest.mark.parametrize("kind", ("device", "callback"))
+def test_verify_finds_a_single_wrong_byte(kind, pool):
+    transport = make(kind, pool)
+    state = occupied(transport, pool)
+    transport.verify(state)
+    wrong = state.banks["down"].at[3, 1, 1].add(1e-3)
+    with pytest.raises(RuntimeError, match="bank 'down' row 3 differs from layer 1 expert 2"):
+        transport.verify(replace(state, banks=state.banks | {"down": wrong}))
+
+
+@pytest.mark.parametrize("kind", ("device", "callback"))
+def test_verify_finds_tables_that_are_not_inverse(kind, pool):
+    transport = make(kind, pool)
+    state = occupied(transport, pool)
+    if kind == "callback":
+        transport._owner[2] = 0
+    else:
+        state = replace(state, owner=state.owner.at[2].set(0))
+    with pytest.raises(ValueError, match="layer 0 expert 0"):
+        transport.verify(state)
+
+
+@pytest.mark.parametrize("kind", ("device", "callback"))
+def test_emptying_frees_all_slots_over_the_same_banks(kind, pool):
+    transport = make(kind, pool)
+    state = occupied(transport, pool)
+    after = transport.empty(state)
+    slot_of, owner = transport.tables(after)
+    assert (slot_of == -1).all() and (owner == -1).all()
+    assert all(after.banks[name] is state.banks[name] for name in SPEC.tensors)
+    assert not transport.read_counters(after).any()
+
+
+def test_resident_holds_every_expert_and_is_rebuilt_from_the_pool(pool):
+    transport = make("resident", None, slots=L * E)
+
+    def fill(layer, name, out):
+        out[...] = pool.view(layer, name)
+
+    class Source:
+        def read(self, layer, expert, name, out):
+            out[...] = pool.view(layer, name)[expert]
+
+    state = transport.load(transport.create_state(), fill, again=True)
+    transport.verify(state, Source())
+    assert (transport.tables(state)[0] >= 0).all()
+    for leaf in jax.tree.leaves(state.banks):
+        leaf.delete()
+    transport.verify(transport.empty(transport.rebuild()), Source())
+
+    transport.load(transport.create_state(), fill, again=False)
+    with pytest.raises(RuntimeError, match="load the model again"):
+        transport.rebuild()
+
+
+# ---------------------------------------------------------------------------------------------- the host's side
+
+
+def test_the_mover_copies_rows_and_writes_tables(pool):
+    mover = NumpyMover(pool)
+    banks = {name: np.zeros((6, *shape), dtype) for name, (shape, dtype) in SPEC.tensors.items()}
+    mover.move(None, banks, 1, [(2, 0), (0, 5)])
+    mover.move_ahead(None, banks, 0, False, [(3, 1)], 0)
+    for name, bank in banks.items():
+        for row, (layer, expert) in {0: (1, 2), 5: (1, 0), 1: (0, 3)}.items():
+            np.testing.assert_array_equal(bank[row], pool.view(layer, name)[expert])
+        assert not bank[[2, 3, 4]].any()
+    table = np.ones(3, np.int32)
+    mover.store(None, table, [4, 5, 6])
+    assert table.tolist() == [4, 5, 6]
+
+
+def guarded(transport, body, outputs):
+    """Calls the guard as XLA does: a table `rows`, then the error word, then no banks."""
+    transport._guarded(body, 0, ["rows"], [], [], None, outputs)
+
+
+@pytest.mark.parametrize("fault", (ValueError("bad policy"), KeyboardInterrupt()))
+def test_a_callback_never_raises_and_stops_after_a_fault(fault, pool):
+    transport = make("callback", pool)
+    calls = []
+
+    def body(layer, ctx, small, values, banks):
+        calls.append(layer)
+        raise fault
+
+    rows, error = np.full(4, 9, np.int32), np.zeros(1, np.int32)
+    guarded(transport, body, (rows, error))
+    assert error.tolist() == [1] and rows.tolist() == [0, 0, 0, 0]  # row numbers that are safe to use
+    rows[:], error[:] = 9, 0
+    guarded(transport, body, (rows, error))
+    assert error.tolist() == [1] and rows.tolist() == [0, 0, 0, 0]
+    assert calls == [0], "after a fault nothing is tried again in the same call"
+    assert transport.take_error() is fault
+    assert transport.take_error() is None
+
+
+def test_graph_transports_name_their_code_path(pool):
+    assert make("device", pool).kernel == "device/xla"
+    assert make("device", pool, implementation="pallas").kernel == "device/pallas-triton"
+    assert make("resident", None, implementation="interpret").kernel == "resident/pallas-interpret"
+    assert issubclass(ResidentTransport, GraphTransport) and not ResidentTransport.plans
