@@ -1,9 +1,8 @@
 """The `callback` transport: each MoE layer calls the host, which runs any Python policy and issues the copies.
 
-The cache tables and the policy live on the host in NumPy; the device holds the banks only. A callback gets the router's ids, starts copying
-the missing rows at once (the rows that are free do not depend on who will leave), decides the event while they fly, and hands back row numbers.
-Callbacks never raise (XLA would delete the donated banks): a fault is kept, the error word is set, later callbacks do nothing,
-and the engine raises it after the call with everything generated before the faulty step.
+The cache tables and the policy live on the host in NumPy; the device holds the banks only. A decode call gets the
+router's ids, starts copying the missing rows at once (which rows are free does not depend on who will leave), and hands
+back row numbers; the event itself is decided while the device computes.
 """
 
 from dataclasses import replace
@@ -12,54 +11,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.buffer_callback import buffer_callback
 
 from host_offload.plan import apply, plan_event
-from host_offload.schedule import max_rounds, schedule_rounds
+from host_offload.schedule import Schedule, max_rounds, schedule_rounds
 from host_offload.slots import SlotCache, empty_banks
-from host_offload.transport.base import (
-    Transport,
-    combine_decode,
-    combine_prefill,
-    device_platform,
-    event_need,
-    event_scores,
-    record,
-)
-from pallas_kernels.expert_ffn import expert_ffn_decode, expert_ffn_round, group_pairs
-
-
-class NumpyMover:
-    """Moves rows between host arrays: the CPU backend's buffers are NumPy views. Same interface as `cuda.CudaMover`."""
-
-    def __init__(self, pool):
-        self._pool = pool
-
-    def fetch(self, ctx, buffers, meanwhile):
-        """The buffers as arrays; runs `meanwhile()` first."""
-        meanwhile()
-        return {name: np.asarray(buffer) for name, buffer in buffers.items()}
-
-    def store(self, ctx, buffer, value):
-        """Writes a small array."""
-        np.asarray(buffer)[...] = value
-
-    def banks(self, buffers):
-        """Views of the banks in this call."""
-        return {name: np.asarray(buffer) for name, buffer in buffers.items()}
-
-    def move(self, ctx, banks, layer, moves):
-        """Copies (expert, row) pairs."""
-        for expert, row in moves:
-            for name, bank in banks.items():
-                bank[row] = self._pool.view(layer, name)[expert]
-
-    def move_ahead(self, ctx, banks, layer, now, ahead, turn):
-        """Copies the next round's rows now: this round's compute has not read them, see `schedule.py`."""
-        self.move(ctx, banks, layer, ahead)
-
-    def close(self):
-        """Nothing to free."""
+from host_offload.transport.base import Transport, combine_decode, event_need, event_scores, record
+from host_offload.transport.host_calls import HostCalls, RoundMoves, make_mover
+from host_offload.transport.rounds import serve_rounds
+from pallas_kernels.expert_ffn import expert_ffn_decode
 
 
 class CallbackTransport(Transport):
@@ -69,13 +28,9 @@ class CallbackTransport(Transport):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        if device_platform() == "gpu":
-            from host_offload.transport.cuda import CudaMover
-
-            self.mover = CudaMover(self.pool)
-        else:
-            self.mover = NumpyMover(self.pool)
-        self._error: BaseException | None = None
+        self.mover = make_mover(self.pool)
+        self._calls = HostCalls(self.mover)
+        self._rounds = RoundMoves(self.mover)
         self._clear()
 
     def _clear(self):
@@ -85,8 +40,6 @@ class CallbackTransport(Transport):
         self._counters = np.zeros((L, 4), np.int32)
         self._policy_state = self.fresh_policy(np)
         self._step = -1
-        self._rounds: list[list[tuple[int, int]]] = []
-        self._round = 0
         self._unsettled = None
         self._capacities = self.budget.capacities.tolist()
         self._global = self.budget.scope == "global"
@@ -129,8 +82,7 @@ class CallbackTransport(Transport):
         return state
 
     def take_error(self):
-        error, self._error = self._error, None
-        return error
+        return self._calls.take_error()
 
     def close(self):
         self.mover.close()
@@ -148,23 +100,6 @@ class CallbackTransport(Transport):
 
     # ------------------------------------------------------------------------------------------------ traced into the step
 
-    def _call(self, body, layer, tables, values, state):
-        """buffer_callback of body(layer, ctx, mover outputs...) with banks and error word updated in place."""
-        names = list(state.banks)
-        # Flat arguments and results: that is how buffer_callback numbers its aliases.
-        results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in tables.values()]
-        kept = [state.error, *state.banks.values()]
-        results += [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in kept]
-        call = buffer_callback(
-            partial(self._guarded, body, layer, list(tables), list(values), names),
-            results,
-            has_side_effect=True,
-            input_output_aliases={len(values) + i: len(tables) + i for i in range(len(kept))},
-        )
-        *small, error = (out := call(*values.values(), *kept))[: len(tables) + 1]
-        banks = dict(zip(names, out[len(tables) + 1 :], strict=True))
-        return dict(zip(tables, small, strict=True)), replace(state, error=error, banks=banks)
-
     def _scores(self, scores, live):
         return {"scores": event_scores(scores, live)} if self.policy.uses_scores else {}
 
@@ -176,7 +111,7 @@ class CallbackTransport(Transport):
         tables = {"rows": (distinct,)} if single else {"rows": (distinct,), "count": (1,), "entry": (pairs,)}
         values = {"ids": ids, **({} if single else {"live": live}), **self._scores(scores, live)}
         with jax.named_scope("callback"):
-            out, state = self._call(self._on_decode, layer, tables, values, state)
+            out, state = self._calls.call(self._on_decode, layer, tables, values, state)
         if single:
             count, entry = jnp.full((1,), pairs, jnp.int32), jnp.arange(pairs, dtype=jnp.int32)
         else:
@@ -200,48 +135,11 @@ class CallbackTransport(Transport):
         tables = {"position": (E,), "row": (E,), "bounds": (max_rounds(E, self.group) + 3,), "rounds": (1,)}
         values = {"need": event_need(ids, live, E), **self._scores(scores, live)}
         with jax.named_scope("callback"):
-            order, state = self._call(self._on_prefill, layer, tables, values, state)
-        with jax.named_scope("plan"):
-            layout = group_pairs(ids, live, order["position"], E, block_rows)
-            layout["block_row"] = order["row"][jnp.minimum(layout["block_position"], E - 1)]
-            ends = jnp.concatenate([jnp.zeros((1,), jnp.int32), layout["block_end"]])
+            order, state = self._calls.call(self._on_prefill, layer, tables, values, state)
+        order = Schedule(src=None, dest=None, **order)
+        return serve_rounds(self, layer, x, ids, weights, live, order, state, self._rounds, self._calls, block_rows)
 
-        def compute(r, carry):
-            y, state = carry
-            _, state = self._call(self._on_round, layer, {}, {}, state)
-            lo, hi = order["bounds"][r], order["bounds"][r + 1]
-            span = jnp.stack([ends[lo], ends[hi], hi, hi])
-            y, banks = expert_ffn_round(
-                x, y, layout, span, state.banks, None, block_rows=block_rows, implementation=self.implementation
-            )
-            return y, replace(state, banks=banks)
-
-        with jax.named_scope("expert_ffn"):
-            y = jnp.zeros((ids.size, x.shape[1]), x.dtype)
-            y, state = jax.lax.fori_loop(0, order["rounds"][0], compute, (y, state))
-            return combine_prefill(y, weights, live), state
-
-    # ---------------------------------------------------------------------------------------------- run by XLA's thread
-
-    def _guarded(self, body, layer, tables, value_names, bank_names, ctx, outputs, *inputs):
-        small = dict(zip(tables, outputs, strict=False))
-        error = outputs[len(tables)]
-        banks = dict(
-            zip(bank_names, outputs[len(tables) + 1 :], strict=True)
-        )  # the inputs of these are the same memory
-        values = dict(zip(value_names, inputs, strict=False))
-        if self._error is None:
-            try:
-                body(layer, ctx, small, values, banks)
-                return
-            except BaseException as fault:  # kept for the engine: raising here would delete the donated banks
-                self._error = fault
-        try:
-            for buffer in small.values():
-                self.mover.store(ctx, buffer, 0)
-            self.mover.store(ctx, error, 1)
-        except BaseException as fault:  # the device itself is gone; the first fault is still the one to report
-            self._error.add_note(f"while reporting it: {fault!r}")
+    # ------------------------------------------------------------------------------------------- run by XLA's thread
 
     def _observe(self, layer, need, values):
         """Clock and policy state after the event's observation; `values` are NumPy arrays."""
@@ -284,7 +182,7 @@ class CallbackTransport(Transport):
 
     def _on_decode(self, layer, ctx, out, values, banks):
         E = self.spec.E
-        arrays = self.mover.fetch(ctx, values, self._settle)
+        arrays = self.mover.fetch(ctx, layer, values, self._settle)
         ids = arrays["ids"]
         live = arrays.get("live")
         listed = ids[0] if live is None else np.unique(ids[live])
@@ -293,7 +191,7 @@ class CallbackTransport(Transport):
         if missing.size:  # free rows now, in the order that `plan_event` assigns them
             row_of[missing] = np.flatnonzero(self._owner < 0)[: missing.size]
             moves = list(zip(missing.tolist(), row_of[missing].tolist(), strict=True))
-            self.mover.move(ctx, self.mover.banks(banks), layer, moves)
+            self.mover.move(ctx, banks, layer, moves)
         rows = np.zeros(out["rows"].shape, np.int32)
         rows[: listed.size] = row_of[listed]
         self.mover.store(ctx, out["rows"], rows)
@@ -310,23 +208,12 @@ class CallbackTransport(Transport):
             self._settle()
 
     def _on_prefill(self, layer, ctx, out, values, banks):
-        arrays = self.mover.fetch(ctx, values, self._settle)
+        arrays = self.mover.fetch(ctx, layer, values, self._settle)
         need = arrays["need"].astype(bool)
         t = self._observe(layer, need, arrays)
         plan = self._plan(layer, need, t, False)
         order = schedule_rounds(np, plan, need, self._slot_of, self._owner, group=self.group)
-        count = int(order.rounds)
-        self._rounds = []
-        for r in range(count + 1):
-            span = slice(order.bounds[r], order.bounds[r + 1])
-            moves = zip(order.src[span].tolist(), order.row[span].tolist(), strict=True)
-            self._rounds.append([(src, row) for src, row in moves if src >= 0])
-        self._round = 0
+        self._rounds.begin(ctx, layer, banks, order)
         apply(np, plan._replace(dest=order.dest), self._slot_of, self._owner)
         for name in ("position", "row", "bounds", "rounds"):
             self.mover.store(ctx, out[name], getattr(order, name))
-
-    def _on_round(self, layer, ctx, out, values, banks):
-        r, self._round = self._round, self._round + 1
-        now, ahead = bool(self._rounds[r]), self._rounds[r + 1]
-        self.mover.move_ahead(ctx, self.mover.banks(banks), layer, now, ahead, r)

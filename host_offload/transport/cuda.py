@@ -50,99 +50,96 @@ def copy_rate(nbytes: int, copies: int = 8) -> float:
 
 
 class Staging:
-    """A small pinned buffer for ids and tables; pieces are handed out in a ring so that copies in flight keep theirs."""
+    """Small pinned buffers for ids and tables, handed out in turn, so that a copy in flight keeps its own."""
 
-    def __init__(self, nbytes: int):
-        self._address = int(check(cudart.cudaMallocHost(nbytes)))
-        self._bytes = (ctypes.c_char * nbytes).from_address(self._address)
-        self._size, self._next = nbytes, 0
+    TURNS = 64
 
-    def take(self, shape, dtype):
-        """(NumPy array, its address): valid until the ring comes round."""
-        dtype = np.dtype(dtype)
+    def __init__(self):
+        self._kept: dict[tuple, list] = {}
+        self._addresses: list[int] = []
+
+    def take(self, key, shape, dtype):
+        """(NumPy array, its address) for `key`: the same after `TURNS` other calls with it."""
+        kept = self._kept.get(key)
+        if kept is None or kept[1][0][0].shape != shape or kept[1][0][0].dtype != dtype:
+            kept = self._kept[key] = [0, [self._make(shape, dtype) for _ in range(self.TURNS)]]
+        kept[0] = (kept[0] + 1) % self.TURNS
+        return kept[1][kept[0]]
+
+    def _make(self, shape, dtype):
         count = int(np.prod(shape, dtype=np.int64))
-        nbytes = max(16, -(-count * dtype.itemsize // 16) * 16)
-        if nbytes > self._size:
-            raise CudaError(f"a table of {nbytes} bytes does not fit the staging ring of {self._size}")
-        if self._next + nbytes > self._size:
-            self._next = 0
-        at, self._next = self._next, self._next + nbytes
-        return np.frombuffer(self._bytes, dtype, count, at).reshape(shape), self._address + at
+        nbytes = max(16, count * np.dtype(dtype).itemsize)
+        address = int(check(cudart.cudaMallocHost(nbytes)))
+        self._addresses.append(address)
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        return np.frombuffer(memory, dtype, count).reshape(shape), address
 
     def close(self):
-        """Frees the buffer."""
-        if self._address:
-            check(cudart.cudaFreeHost(self._address))
-            self._address = 0
+        """Frees the buffers."""
+        self._kept = {}
+        while self._addresses:
+            check(cudart.cudaFreeHost(self._addresses.pop()))
 
 
 class CudaMover:
     """Moves rows and small tables on XLA's stream, and rows of a prefill round ahead of need on a private stream.
 
-    Owner: XLA's execution thread, which runs the callbacks one after another.
+    Owner: XLA's execution thread, which runs the host calls one after another.
     """
 
-    def __init__(self, pool, staging_bytes=8 << 20):
+    def __init__(self, pool):
         self._pool = pool
-        self._spec = pool.spec
         self._nbytes = {name: pool.spec.nbytes(name) for name in pool.spec.tensors}
         self._host = [{name: slab.unsafe_buffer_pointer() for name, slab in layer.items()} for layer in pool.slabs]
-        self._staging = Staging(staging_bytes)
-        flags = cudart.cudaStreamNonBlocking
-        self._private = check(cudart.cudaStreamCreateWithFlags(flags))
+        self._staging = Staging()
+        self._private = check(cudart.cudaStreamCreateWithFlags(cudart.cudaStreamNonBlocking))
         make = lambda: check(cudart.cudaEventCreateWithFlags(cudart.cudaEventDisableTiming))  # noqa: E731
         self._computed, self._arrived = make(), [make(), make()]
 
-    def fetch(self, ctx, buffers, meanwhile):
+    def fetch(self, ctx, layer, buffers, meanwhile):
         """NumPy copies of small device buffers, after everything before them on XLA's stream.
 
-        `meanwhile()` runs on the host while the device gets there.
+        `meanwhile()` runs on the host while the device gets there. The arrays are overwritten some calls later.
         """
         out = {}
+        stream = ctx.stream
         for name, buffer in buffers.items():
-            out[name], address = self._staging.take(buffer.shape, buffer.dtype)
-            check(cudart.cudaMemcpyAsync(address, pointer(buffer), out[name].nbytes, D2H, ctx.stream))
+            out[name], address = self._staging.take(name, buffer.shape, buffer.dtype)
+            check(cudart.cudaMemcpyAsync(address, pointer(buffer), out[name].nbytes, D2H, stream))
         meanwhile()
-        check(cudart.cudaStreamSynchronize(ctx.stream))
+        check(cudart.cudaStreamSynchronize(stream))
         return out
 
     def store(self, ctx, buffer, value):
         """Writes a small array into a device buffer on XLA's stream."""
-        array, address = self._staging.take(buffer.shape, buffer.dtype)
+        shape = buffer.shape
+        array, address = self._staging.take(shape, shape, buffer.dtype)
         array[...] = value
         check(cudart.cudaMemcpyAsync(pointer(buffer), address, array.nbytes, H2D, ctx.stream))
 
-    def banks(self, buffers):
-        """Addresses of the banks in this call."""
-        return {name: pointer(buffer) for name, buffer in buffers.items()}
-
-    def _copy(self, banks, layer, expert, row, stream):
+    def _copy(self, banks, layer, moves, stream):
         for name, nbytes in self._nbytes.items():
-            source = self._host[layer][name] + expert * nbytes
-            check(cudart.cudaMemcpyAsync(banks[name] + row * nbytes, source, nbytes, H2D, stream))
+            bank, host = pointer(banks[name]), self._host[layer][name]
+            for expert, row in moves:
+                check(cudart.cudaMemcpyAsync(bank + row * nbytes, host + expert * nbytes, nbytes, H2D, stream))
 
     def move(self, ctx, banks, layer, moves):
         """Copies (expert, row) pairs before whatever follows on XLA's stream."""
-        for expert, row in moves:
-            self._copy(banks, layer, expert, row, ctx.stream)
+        self._copy(banks, layer, moves, ctx.stream)
 
-    def move_ahead(self, ctx, banks, layer, now, ahead, turn):
-        """Starts the moves of the next round and makes XLA's stream wait for those of this one.
+    def move_ahead(self, ctx, banks, layer, moves, turn):
+        """Starts the moves of round `turn` on the private stream, once all that is enqueued on XLA's stream is done."""
+        check(cudart.cudaEventRecord(self._computed, ctx.stream))
+        check(cudart.cudaStreamWaitEvent(self._private, self._computed, 0))
+        self._copy(banks, layer, moves, self._private)
+        check(cudart.cudaEventRecord(self._arrived[turn % 2], self._private))
 
-        now: whether this round's rows were moved by the call before; ahead: (expert, row) pairs of the next round; turn: round number.
-        The next round's rows may be overwritten once all compute enqueued so far is done.
-        """
-        if ahead:
-            check(cudart.cudaEventRecord(self._computed, ctx.stream))
-            check(cudart.cudaStreamWaitEvent(self._private, self._computed, 0))
-            for expert, row in ahead:
-                self._copy(banks, layer, expert, row, self._private)
-            check(cudart.cudaEventRecord(self._arrived[(turn + 1) % 2], self._private))
-        if now:
-            check(cudart.cudaStreamWaitEvent(ctx.stream, self._arrived[turn % 2], 0))
+    def wait(self, ctx, turn):
+        """What follows on XLA's stream waits for the moves of round `turn`."""
+        check(cudart.cudaStreamWaitEvent(ctx.stream, self._arrived[turn % 2], 0))
 
     def close(self):
-        """Waits for its copies and frees streams, events and staging."""
+        """Waits for its copies and frees streams, events and staging. Safe to call twice."""
         if self._private is None:
             return
         check(cudart.cudaStreamSynchronize(self._private))

@@ -1,4 +1,4 @@
-"""The transports whose cache lives in the XLA program: `device` (experts in pinned host memory) and `resident` (all on the GPU)."""
+"""The transports whose cache lives in the XLA program: `device` (experts at rest in host memory) and `resident`."""
 
 from dataclasses import replace
 
@@ -8,21 +8,39 @@ import numpy as np
 
 from host_offload.plan import apply, plan_event
 from host_offload.policy import PolicySet
-from host_offload.schedule import max_rounds, schedule_rounds
+from host_offload.schedule import Schedule, schedule_rounds
 from host_offload.slots import BYPASSES, EVICTIONS, HITS, MISSES, SlotCache, control_vector, empty_banks
-from host_offload.transport.base import Transport, combine_decode, combine_prefill, event_need, event_scores, record
-from pallas_kernels.expert_ffn import expert_ffn_decode, expert_ffn_round, group_pairs
+from host_offload.transport.base import Transport, combine_decode, event_need, event_scores, record
+from host_offload.transport.host_calls import HostCalls, RoundMoves, make_mover
+from host_offload.transport.rounds import serve_rounds
+from pallas_kernels.expert_ffn import expert_ffn_decode
 from pallas_kernels.slot_plan import slot_plan
 
 
 class GraphTransport(Transport):
-    """Lookup, plan, move and compute in one program; the policy runs in the graph and no host is in the loop.
+    """Lookup, plan, move and compute in one program; the policy runs in the graph.
 
-    On an NVIDIA GPU the plan of a decode event is one kernel and the expert kernels read missing rows straight from pinned memory
-    ("read-use-deposit"). Elsewhere the same steps are plain XLA. The cache tables are part of the donated `SlotCache`.
+    Decode has no host in its loop: on an NVIDIA GPU the plan of an event is one kernel, and the expert kernels read
+    missing rows straight from pinned memory ("read-use-deposit"); elsewhere the same steps are plain XLA. A prefill
+    event is planned in the graph too, but its rows are moved by the copy engine, which a host call starts: it is a tenth
+    faster than loads by the multiprocessors and leaves them to compute (docs/measurements.md). The cache tables are part
+    of the donated `SlotCache`.
     """
 
     name = "device"
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.pool is not None:
+            self._calls = HostCalls(make_mover(self.pool))
+            self._rounds = RoundMoves(self._calls.mover)
+
+    def take_error(self):
+        return None if self.pool is None else self._calls.take_error()
+
+    def close(self):
+        if self.pool is not None:
+            self._calls.mover.close()
 
     def create_state(self) -> SlotCache:
         L, E = self.spec.L, self.spec.E
@@ -180,35 +198,26 @@ class GraphTransport(Transport):
         return out, replace(state, banks=banks)
 
     def _prefill(self, layer, x, ids, weights, scores, live, state, pool, control, *, block_rows):
+        del pool  # rows of a prefill are moved by the copy engine, see `_on_schedule`
         E = self.spec.E
         need = event_need(ids, live, E)
         t, state = self._observe(layer, need, scores, live, state)
         with jax.named_scope("plan"):
             plan = self._plan(layer, need, state, control, t, assign_rows=False)
             order = schedule_rounds(jnp, plan, need, state.slot_of, state.owner, group=self.group)
-            layout = group_pairs(ids, live, order.position, E, block_rows)
-            layout["block_row"] = order.row[jnp.minimum(layout["block_position"], E - 1)]
-            layout["pos_row"], layout["pos_src"] = order.row, order.src
-            ends = jnp.concatenate([jnp.zeros((1,), jnp.int32), layout["block_end"]])
             state = self._apply(plan._replace(dest=order.dest), state)
+        if self.pool is None:
+            order = order._replace(rounds=jnp.ones((), jnp.int32))
+            return serve_rounds(self, layer, x, ids, weights, live, order, state, None, None, block_rows)
+        with jax.named_scope("moves"):
+            values = {name: getattr(order, name) for name in ("src", "row", "bounds")}
+            values["rounds"] = order.rounds[None]
+            _, state = self._calls.call(self._on_schedule, layer, {}, values, state)
+        return serve_rounds(self, layer, x, ids, weights, live, order, state, self._rounds, self._calls, block_rows)
 
-        def compute(r, carry):
-            y, banks = carry
-            lo, hi, to = order.bounds[r], order.bounds[r + 1], order.bounds[r + 2]
-            span = jnp.stack([ends[lo], ends[hi], hi, to])
-            return expert_ffn_round(
-                x, y, layout, span, banks, pool, block_rows=block_rows, implementation=self.implementation
-            )
-
-        with jax.named_scope("expert_ffn"):
-            y = jnp.zeros((ids.size, x.shape[1]), x.dtype)
-            if pool is None:
-                y, banks = compute(0, (y, state.banks))
-            else:
-                rounds = jnp.minimum(order.rounds, max_rounds(E, self.group))
-                y, banks = jax.lax.fori_loop(0, rounds, compute, (y, state.banks))
-            out = combine_prefill(y, weights, live)
-        return out, replace(state, banks=banks)
+    def _on_schedule(self, layer, ctx, out, values, banks):
+        arrays = self._calls.mover.fetch(ctx, layer, values, lambda: None)
+        self._rounds.begin(ctx, layer, banks, Schedule(position=None, dest=None, **arrays))
 
 
 def _alike(a, b) -> bool:

@@ -27,12 +27,12 @@ def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, im
     )
 
 
-def expert_ffn_round(x, y, layout, span, banks, pool, *, block_rows, implementation):
-    """See `grouped.expert_ffn_round` for the arguments; returns y [T*K, D] and the banks."""
+def expert_ffn_round(x, y, layout, span, banks, *, block_rows, implementation):
+    """See `grouped.expert_ffn_round` for the arguments; returns y [T*K, D]."""
     if implementation == "xla":
-        return ref.expert_ffn_round(x, y, layout, span, banks, pool, block_rows=block_rows)
+        return ref.expert_ffn_round(x, y, layout, span, banks, block_rows=block_rows)
     return grouped.expert_ffn_round(
-        x, y, layout, span, banks, pool, block_rows=block_rows, interpret=_interpret(implementation)
+        x, y, layout, span, banks, block_rows=block_rows, interpret=_interpret(implementation)
     )
 
 

@@ -19,13 +19,13 @@ def _matmul_t(x, w):
     )
 
 
-def fetch_rows(rows, src, first, last, banks, pool):
+def fetch_rows(rows, src, count, banks, pool):
     """Moves the missing experts (src >= 0) among entries first:last from the pool (host memory) into their bank rows.
 
     One row at a time by slice, then move, then an in-place update: the only form that is safe on a pinned_host operand.
     """
     index = jnp.arange(src.shape[0], dtype=jnp.int32)
-    wanted = (src >= 0) & (index >= first) & (index < last)
+    wanted = (src >= 0) & (index < count)
     order = jnp.argsort(~wanted, stable=True)
 
     def move(i, banks):
@@ -44,7 +44,7 @@ def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct):
     """As `pallas_kernels.expert_ffn.decode.expert_ffn_decode`; a bypassed expert passes through its (free) bank row."""
     del deposit
     if pool is not None:
-        banks = fetch_rows(rows, src, 0, count[0], banks, pool)
+        banks = fetch_rows(rows, src, count[0], banks, pool)
 
     def expert(u, y):
         weights = {name: jax.lax.dynamic_index_in_dim(bank, rows[u], keepdims=False) for name, bank in banks.items()}
@@ -54,7 +54,7 @@ def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct):
     return jax.lax.fori_loop(0, count[0], expert, y), banks
 
 
-def expert_ffn_round(x, y, layout, span, banks, pool, *, block_rows):
+def expert_ffn_round(x, y, layout, span, banks, *, block_rows):
     """As `pallas_kernels.expert_ffn.grouped.expert_ffn_round`."""
 
     def block(b, y):
@@ -65,7 +65,4 @@ def expert_ffn_round(x, y, layout, span, banks, pool, *, block_rows):
         out = _ffn(x[rows], weights["gate_up"], weights["down"]).astype(y.dtype)
         return y.at[jnp.where(pair >= 0, pair, y.shape[0])].set(out, mode="drop")
 
-    y = jax.lax.fori_loop(span[0], span[1], block, y)
-    if pool is not None:
-        banks = fetch_rows(layout["pos_row"], layout["pos_src"], span[2], span[3], banks, pool)
-    return y, banks
+    return jax.lax.fori_loop(span[0], span[1], block, y)

@@ -1,0 +1,147 @@
+"""Calls from the XLA program to the host: in place on the banks, never raising, in the program's order.
+
+`HostCalls` wraps `jax.experimental.buffer_callback`. A callback that raised would make XLA delete the donated banks, so a fault
+is kept here instead, the cache's error word is set, later calls do nothing, and the engine raises it after the program has ended.
+`RoundMoves` uses it to move the rows of a prefill event ahead of need, round by round (`schedule.py`).
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+
+
+class NumpyMover:
+    """Moves rows between host arrays: the CPU backend's buffers are NumPy views. Same interface as `cuda.CudaMover`."""
+
+    def __init__(self, pool):
+        self._pool = pool
+
+    def fetch(self, ctx, layer, buffers, meanwhile):
+        """The buffers as arrays; runs `meanwhile()` first."""
+        meanwhile()
+        return {name: np.asarray(buffer) for name, buffer in buffers.items()}
+
+    def store(self, ctx, buffer, value):
+        """Writes a small array."""
+        np.asarray(buffer)[...] = value
+
+    def move(self, ctx, banks, layer, moves):
+        """Copies (expert, row) pairs."""
+        views = {name: np.asarray(buffer) for name, buffer in banks.items()}
+        for expert, row in moves:
+            for name, bank in views.items():
+                bank[row] = self._pool.view(layer, name)[expert]
+
+    def move_ahead(self, ctx, banks, layer, moves, turn):
+        """Copies at once the rows of round `turn`: no compute still to come reads what they replace."""
+        self.move(ctx, banks, layer, moves)
+
+    def wait(self, ctx, turn):
+        """Nothing to wait for."""
+
+    def close(self):
+        """Nothing to free."""
+
+
+def make_mover(pool):
+    """The mover of the default device's platform."""
+    if jax.devices()[0].platform == "gpu":
+        from host_offload.transport.cuda import CudaMover
+
+        return CudaMover(pool)
+    return NumpyMover(pool)
+
+
+class HostCalls:
+    """Owner of `mover` and `error`: XLA's execution thread while a program runs, else the engine's thread."""
+
+    def __init__(self, mover):
+        self.mover = mover
+        self.error: BaseException | None = None
+
+    def take_error(self):
+        """The fault since the last call of this, or None."""
+        error, self.error = self.error, None
+        return error
+
+    def call(self, body, layer, tables, values, state):
+        """Traces a call of `body(layer, ctx, out, values, banks)`.
+
+        Args:
+          tables: name -> shape of the int32 arrays that the body writes with `mover.store(ctx, out[name], value)`.
+          values: name -> array that it may read with `mover.fetch`.
+          state: `SlotCache`; its banks and error word are updated in place.
+
+        Returns:
+          (tables as arrays, state).
+        """
+        names = list(state.banks)
+        # Flat arguments and results: that is how buffer_callback numbers its aliases.
+        results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in tables.values()]
+        kept = [state.error, *state.banks.values()]
+        results += [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in kept]
+        call = buffer_callback(
+            partial(self._guarded, body, layer, list(tables), list(values), names),
+            results,
+            has_side_effect=True,
+            input_output_aliases={len(values) + i: len(tables) + i for i in range(len(kept))},
+        )
+        out = call(*values.values(), *kept)
+        small, error, banks = out[: len(tables)], out[len(tables)], out[len(tables) + 1 :]
+        banks = dict(zip(names, banks, strict=True))
+        return dict(zip(tables, small, strict=True)), replace(state, error=error, banks=banks)
+
+    def _guarded(self, body, layer, tables, value_names, bank_names, ctx, outputs, *inputs):
+        small = dict(zip(tables, outputs, strict=False))
+        error = outputs[len(tables)]
+        # The inputs of error word and banks are the same memory as these outputs.
+        banks = dict(zip(bank_names, outputs[len(tables) + 1 :], strict=True))
+        values = dict(zip(value_names, inputs, strict=False))
+        if self.error is None:
+            try:
+                body(layer, ctx, small, values, banks)
+                return
+            except BaseException as fault:  # kept for the engine: raising here would delete the donated banks
+                self.error = fault
+        try:
+            for buffer in small.values():
+                self.mover.store(ctx, buffer, 0)
+            self.mover.store(ctx, error, 1)
+        except BaseException as fault:  # the device itself is gone; the first fault is still the one to report
+            self.error.add_note(f"while reporting it: {fault!r}")
+
+
+class RoundMoves:
+    """The moves of one prefill event at a time. `begin` starts round 1; each `on_round` starts the round after its own."""
+
+    def __init__(self, mover):
+        self._mover = mover
+        self._moves: list[list[tuple[int, int]]] = []
+        self._round = 0
+
+    def begin(self, ctx, layer, banks, order):
+        """Takes the `Schedule` of the event (NumPy) and starts the first moves: their rows are free already."""
+        count = int(np.reshape(order.rounds, ()))
+        self._moves = []
+        for r in range(count + 1):
+            span = slice(order.bounds[r], order.bounds[r + 1])
+            moves = zip(order.src[span].tolist(), order.row[span].tolist(), strict=True)
+            self._moves.append([(src, row) for src, row in moves if src >= 0])
+        self._round = 0
+        self._start(ctx, layer, banks, 1)
+
+    def on_round(self, layer, ctx, out, values, banks):
+        """Host call before the compute of a round."""
+        r, self._round = self._round, self._round + 1
+        if r > 0:
+            self._start(ctx, layer, banks, r + 1)
+        if self._moves[r]:
+            self._mover.wait(ctx, r)
+
+    def _start(self, ctx, layer, banks, r):
+        if r < len(self._moves) and self._moves[r]:
+            self._mover.move_ahead(ctx, banks, layer, self._moves[r], r)
