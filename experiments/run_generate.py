@@ -170,14 +170,17 @@ def main(
         settings = _settings(config, overrides, batch)
         sampling = _sampling(sampling, max_new_tokens, demo=model is None)
         rates = _rates(link_gbps, hbm_gbps)
+        _check_verify(verify, settings)
         prompts = _prompts(prompt, prompt_file, batch, demo=model is None)
-        run = Run(model, settings, prompts, sampling, max_new_tokens, rates, verify, verbose)
+        run = Run(
+            model, settings, prompts, sampling, max_new_tokens, rates, files["--trace"] is not None, verify, verbose
+        )
     except (MoEJaxError, UsageError, OSError, MemoryError) as error:
         _fail(error, EXIT_FAULT if isinstance(error, MemoryError) else EXIT_USAGE)
     except KeyboardInterrupt:
         _fail("stopped while loading", EXIT_INTERRUPT)
     with run.moe:
-        code = run.generate(record=files["--trace"] is not None)
+        code = run.generate()
         try:
             run.report(files["--json"], files["--trace"])
         except (MoEJaxError, OSError, RuntimeError) as error:
@@ -242,6 +245,14 @@ def _rates(link_gbps, hbm_gbps):
     return link_gbps, hbm_gbps
 
 
+def _check_verify(verify, settings):
+    if verify and settings.transport == "resident":
+        raise UsageError(
+            "--verify compares slots with host memory, and transport 'resident' keeps no experts there: "
+            "choose --transport device or callback"
+        )
+
+
 def _writable(flag: str, path: str | None) -> Path | None:
     """The path, once it is known that a file can be written there: not after a long run."""
     if path is None:
@@ -296,7 +307,7 @@ class Run:
     second one interrupts at once.
     """
 
-    def __init__(self, model, settings, prompts, sampling, max_new_tokens, rates, verify, verbose):
+    def __init__(self, model, settings, prompts, sampling, max_new_tokens, rates, record, verify, verbose):
         import logging
 
         from rich.console import Console
@@ -316,11 +327,7 @@ class Run:
         self.verify = verify
         self.moe = MoE(demo_model_path() if model is None else model, settings)
         try:
-            if verify and self.moe.config.transport == "resident":
-                raise UsageError(
-                    "--verify compares slots with host memory, and transport 'resident' keeps no experts there: "
-                    "choose --transport device or callback"
-                )
+            _check_verify(verify, self.moe.config)  # "auto" is resolved now
             vocabulary = self.moe.model_config.vocab_size
             for token in sampling.get("eos_token_id", []):
                 if token >= vocabulary:
@@ -333,6 +340,7 @@ class Run:
                 tokenizer=self.moe.tokenizer,
             )
             self.ceilings = find_ceilings(*rates)
+            self.chunks = self.moe.stream_ids(prompts, max_new_tokens, trace=record, **sampling)
         except BaseException:
             self.moe.close()
             raise
@@ -341,18 +349,17 @@ class Run:
         self.interrupted = False
         self.fault: str | None = None
 
-    def generate(self, record: bool) -> int:
+    def generate(self) -> int:
         """Streams the text of the first sequence, keeps the ids of all; returns the exit code."""
         from moe_jax.errors import MoEJaxError
         from moe_jax.generation.text import IncrementalDecoder
 
         self._dim(_shown(self.prompts[0]))
         decoder = IncrementalDecoder(self.moe.tokenizer, skip_special_tokens=True)
-        chunks = self.moe.stream_ids(self.prompts, self.max_new_tokens, trace=record, **self.sampling)
         code = 0
         try:
-            with contextlib.closing(chunks), _interrupts(self):
-                for pieces in chunks:
+            with contextlib.closing(self.chunks), _interrupts(self):
+                for pieces in self.chunks:
                     for row, ids in enumerate(pieces):
                         self.new_ids[row].extend(ids)
                     _write(decoder.push(pieces[0]))
@@ -370,7 +377,8 @@ class Run:
             self.interrupted, code = True, EXIT_INTERRUPT
         except MoEJaxError as error:
             self.fault, code = str(error), EXIT_FAULT
-            print(f"\nrun_generate: {error}", file=sys.stderr)
+            _write(decoder.flush() + "\n")
+            print(f"run_generate: {error}", file=sys.stderr)
         return code
 
     def _show_all(self):

@@ -194,6 +194,7 @@ def test_wrong_option_ends_the_process_with_one_line():
         (["--link-gbps", "0"], "--link-gbps=0.0: give a positive rate"),
         (["--hbm-gbps", "nan"], "--hbm-gbps=nan: give a positive rate"),
         (["--batch", "0"], "--batch=0"),
+        (["--verify", "--transport", "resident"], "choose --transport device or callback"),
         (["--prompt", "a", "--prompt-file", "b"], "both give a prompt"),
         (["--prompt-file", "{tmp}/none.txt"], "none.txt: No such file or directory"),
         (["--prompt-file", "{tmp}/empty.txt"], "the file is empty"),
