@@ -167,11 +167,11 @@ class MoE:
             InputError, ConfigError: before any work. TransportError: experts could not be moved; `error.partial` holds
             what this call would have returned for the tokens made so far.
         """
-        batch, params = self._prepare(inputs, input_ids, attention_mask, max_new_tokens, sampling)
+        batch, params = self._prepare(inputs, input_ids, attention_mask, max_new_tokens, sampling | {"seed": seed})
         feed = None if streamer is None else StreamerFeed(streamer)
         if feed:
             feed.prompt(batch.input_ids)
-        session = _Session(self, batch, params, seed, trace)
+        session = _Session(self, batch, params, trace)
         fault = None
         try:
             # Closed here, not by the garbage collector: when a streamer raises, the run is booked and its pages free.
@@ -201,11 +201,11 @@ class MoE:
             InputError, ConfigError: at the call. TransportError: after the text before the fault, which is `error.partial`.
         """
         tokenizer = require_tokenizer(self.tokenizer, "streaming text")
-        batch, params = self._prepare(inputs, None, None, max_new_tokens, sampling)
+        batch, params = self._prepare(inputs, None, None, max_new_tokens, sampling | {"seed": seed})
         if len(batch.prompts) != 1:
             raise InputError(f"stream() takes one prompt, not {len(batch.prompts)}: call generate() for a batch")
         return self._stream_text(
-            _Session(self, batch, params, seed, trace), IncrementalDecoder(tokenizer, skip_special_tokens=True)
+            _Session(self, batch, params, trace), IncrementalDecoder(tokenizer, skip_special_tokens=True)
         )
 
     def _stream_text(self, session, decoder):
@@ -241,8 +241,8 @@ class MoE:
         The first chunk has one id a sequence, later ones up to `decode_chunk`; a sequence that ended gives empty lists.
         EOS is among the ids. Closing the generator early stops the generation.
         """
-        batch, params = self._prepare(inputs, input_ids, attention_mask, max_new_tokens, sampling)
-        return _Session(self, batch, params, seed, trace).advance()
+        batch, params = self._prepare(inputs, input_ids, attention_mask, max_new_tokens, sampling | {"seed": seed})
+        return _Session(self, batch, params, trace).advance()
 
     def forward(self, input_ids: Any, attention_mask: Any = None) -> np.ndarray:
         """Logits of every position: float32 [B, T, V] ([T, V] for one sequence); zeros where the mask is 0.
@@ -480,12 +480,11 @@ class MoE:
 class _Session:
     """One generate call: feeds the engine's tokens through the stop strings and keeps what each row produced."""
 
-    def __init__(self, moe: MoE, batch: PreparedBatch, params: SamplingParams, seed: int | None, trace: bool | None):
+    def __init__(self, moe: MoE, batch: PreparedBatch, params: SamplingParams, trace: bool | None):
         self._moe = moe
         self.new_ids: list[list[int]] = [[] for _ in batch.prompts]
         self._record = moe.config.trace if trace is None else trace
-        if seed is None:
-            seed = moe.config.seed if params.seed is None else params.seed
+        seed = moe.config.seed if params.seed is None else params.seed
         rows = [dataclasses.replace(params, max_new_tokens=batch.max_new_tokens, max_length=None)] * len(batch.prompts)
         self._run: Run = moe._open_engine().start(list(batch.prompts), rows, seed=seed, routing=self._record)
         self._matchers = [
