@@ -161,6 +161,30 @@ def test_reader_that_goes_away_is_no_error():
     assert "Traceback" not in errors and "BrokenPipe" not in errors and "Exception ignored" not in errors
 
 
+def test_fault_while_running_keeps_the_text_before_it(script, demo_model, capsys):
+    from rich.console import Console
+
+    from moe_jax.errors import TransportError
+    from moe_jax.generation.text import load_tokenizer
+
+    tokenizer = load_tokenizer(demo_model)
+    ids = tokenizer("The king said: été")["input_ids"]
+
+    def chunks():
+        yield [ids[:1]]
+        yield [ids[1:]]
+        raise TransportError("moving experts failed while decoding: the link is down")
+
+    run = script.Run.__new__(script.Run)
+    run.moe = type("Model", (), {"tokenizer": tokenizer})
+    run.console, run.prompts, run.chunks = Console(stderr=True), ["Once"], chunks()
+    run.new_ids, run.interrupted = [[]], False
+    assert run.generate() == 1
+    out, errors = capsys.readouterr()
+    assert out == "The king said: été\n" and run.new_ids == [ids]
+    assert "the link is down" in run.fault and errors.endswith(f"run_generate: {run.fault}\n")
+
+
 def test_wrong_option_ends_the_process_with_one_line():
     started = time.perf_counter()
     done = run("--cache-rate", 2)
