@@ -3,6 +3,11 @@
 Token-expert pairs are sorted by expert and padded to blocks of BM rows (see `layout.py`), so that a block belongs to
 one expert. A launch has a fixed number of programs, which walk over the tiles of a range of blocks that is known on the
 device only: the next round's experts can move while it runs.
+
+Limits on a GPU: tensor cores take tiles of 16 and more, so D and F are multiples of 16. A stage of the software pipeline
+holds (BM + 2 block_out) * block_in elements in shared memory: 48 KiB for bf16 at BM 128 and the default tiles, twice that
+for fp32, and there are `num_stages` of them. What does not fit fails when it is compiled. Arrays of one-byte elements
+between 2 and 4 GiB would be addressed with wrapping 32-bit offsets (a test of the lowering refuses them).
 """
 
 import functools
@@ -34,7 +39,8 @@ def _columns(i, size):
 
 
 def _gate_up_kernel(
-    x_ref, token_ref, block_row_ref, span_ref, bank_ref, h_ref, *, width, n_in, block_rows, block_out, block_in, programs
+    x_ref, token_ref, block_row_ref, span_ref, bank_ref, h_ref,
+    *, width, n_in, block_rows, block_out, block_in, programs,
 ):  # fmt: skip
     def tile(block, n):
         row = block_row_ref[block]
@@ -60,7 +66,8 @@ def _gate_up_kernel(
 
 
 def _down_kernel(
-    h_ref, pair_ref, block_row_ref, span_ref, y_in, bank_ref, y_ref, *, n_in, n_out, block_rows, block_out, block_in, programs
+    h_ref, pair_ref, block_row_ref, span_ref, y_in, bank_ref, y_ref,
+    *, n_in, n_out, block_rows, block_out, block_in, programs,
 ):  # fmt: skip
     del y_in  # aliased with y_ref: each round writes its own pairs
 

@@ -20,7 +20,7 @@ def _matmul_t(x, w):
 
 
 def fetch_rows(rows, src, count, banks, pool):
-    """Moves the missing experts (src >= 0) among entries first:last from the pool (host memory) into their bank rows.
+    """Moves the missing experts (src >= 0) among the first `count` entries from the pool (host memory) to bank rows.
 
     One row at a time by slice, then move, then an in-place update: the only form that is safe on a pinned_host operand.
     """

@@ -1,4 +1,8 @@
-"""The k largest scores of each row, without a sort: k rounds of maximum and mask in registers."""
+"""The k largest scores of each row, without a sort: k rounds of maximum and mask in registers.
+
+Limits on a GPU: a program holds 16 rows of E scores (E rounded up to a power of two) over 128 threads, E / 8 registers a
+thread, and the k rounds are unrolled. Made for E of at most some hundred and k of at most some ten.
+"""
 
 import functools
 
@@ -31,12 +35,18 @@ def _topk_kernel(scores_ref, values_ref, ids_ref, *, tokens, experts, k, rows):
 def router_topk(scores, k: int, *, interpret=False):
     """The k largest of each row, descending; ties: the lower id first.
 
+    As `jax.lax.top_k`, except that NaN counts (and is returned) as -inf and zeros of both signs are equal. The ids of a
+    row are distinct whatever its scores.
+
     Args:
-      scores: [T, E] f32. NaN counts as -inf.
+      scores: [T, E] f32.
       k: static, 1 <= k <= E.
 
     Returns:
       values [T, k] f32 and ids [T, k] i32.
+
+    Raises:
+      ValueError: k out of range.
     """
     tokens, experts = scores.shape
     if not 1 <= k <= experts:

@@ -1,5 +1,6 @@
-"""Expert FFN through slots: all implementations against a float64 definition; rows that move keep every byte."""
+"""Expert FFN through slots: all implementations against a float64 definition; deposited rows keep every byte."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -209,12 +210,10 @@ PREFILLS = [
     Prefill(24, 2, 128, 64, 16, "float16", "bfloat16"),
     Prefill(7, 1, 64, 96, 16, "float32", "float32"),
 ]
-# Experts in processing order, round by round; the second number is the row that a missing one moves to. Expert 4 is
-# needed by no token, and row 2 is used twice: what it held is computed by then.
-ROUNDS = [[(3, None), (0, None)], [(6, 2), (1, 3)], [(5, 5), (7, None)], [(2, 2)]]
-EXPERTS = 8
-RESIDENT_ROW = {3: 8, 0: 6, 7: 4}
-UNTOUCHED_ROWS = {0, 1, 7, 8, 6, 4}
+# (expert, bank row) in processing order, round by round. Expert 4 is needed by no token, and row 2 is used twice: the
+# expert that comes last is moved there when the one before it has been computed.
+ROUNDS = [[(3, 8), (0, 6)], [(6, 2), (1, 3)], [(5, 5), (7, 4)], [(2, 2)]]
+EXPERTS, BANK_ROWS = 8, 9
 
 
 class Chunk:
@@ -224,50 +223,37 @@ class Chunk:
         self.case = case
         rng = np.random.default_rng([case.T, case.D, case.F])
         self.weights = random_rows(rng, EXPERTS, case.D, case.F, case.row_dtype)
-        self.pool = in_host_memory(self.weights)
+        self.junk = random_rows(rng, BANK_ROWS, case.D, case.F, case.row_dtype)
         self.x = rng.normal(size=(case.T, case.D)).astype(jnp.dtype(case.compute))
         self.live = rng.random(case.T) < 0.8
         self.live[[0, -1]] = True, False
         # Expert 3 takes most tokens, expert 2 only one of them, the experts in between some.
         odds = np.array([2, 1, 0, 12, 0, 1, 1, 1]) / 18
-        self.ids = np.stack([rng.choice(EXPERTS, case.K, replace=False, p=odds) for _ in range(case.T)]).astype(
-            np.int32
-        )
+        ids = [rng.choice(EXPERTS, case.K, replace=False, p=odds) for _ in range(case.T)]
+        self.ids = np.array(ids, np.int32)
         self.ids[0, 0] = 2
-        order = [pair for round_ in ROUNDS for pair in round_]
-        order_ids = [e for e, _ in order] + [4]
-        self.position_of_expert = np.argsort(order_ids).astype(np.int32)
-        self.row = np.array([RESIDENT_ROW.get(e, row) for e, row in order] + [0], np.int32)
-        self.src = np.array([-1 if row is None else e for e, row in order] + [-1], np.int32)
+        order = [pair for round_ in ROUNDS for pair in round_] + [(4, 0)]
+        self.expert_at, self.row_at = np.array(order, np.int32).T
         self.bounds = np.cumsum([0] + [len(round_) for round_ in ROUNDS])
-        self.banks = random_rows(rng, 9, case.D, case.F, case.row_dtype)
-        for expert, row in RESIDENT_ROW.items():
-            for name in NAMES:
-                self.banks[name][row] = self.weights[name][expert]
 
-    def layout(self):
+    def layout(self, row_at):
+        """What the kernel takes, with the bank row of each position, and the first block after each position."""
+        position_of_expert = np.argsort(self.expert_at).astype(np.int32)
         layout = group_pairs(
-            jnp.asarray(self.ids),
-            jnp.asarray(self.live),
-            jnp.asarray(self.position_of_expert),
-            EXPERTS,
-            self.case.block_rows,
+            *map(jnp.asarray, (self.ids, self.live, position_of_expert)), EXPERTS, self.case.block_rows
         )
-        position = np.minimum(np.asarray(layout["block_position"]), EXPERTS - 1)
-        layout |= {"block_row": jnp.asarray(self.row[position]), "pos_row": self.row, "pos_src": self.src}
-        return {name: jnp.asarray(value) for name, value in layout.items()}
+        position = np.minimum(np.asarray(layout.pop("block_position")), EXPERTS - 1)
+        ends = np.concatenate([[0], np.asarray(layout.pop("block_end"))])
+        return layout | {"block_row": jnp.asarray(row_at[position])}, ends
 
-    def spans(self, block_end):
-        """[4] of every round: its blocks, and the positions whose experts move meanwhile."""
-        first_block = np.concatenate([[0], np.asarray(block_end)])[self.bounds]
-        following = [*self.bounds, self.bounds[-1]]
-        for r in range(len(ROUNDS)):
-            yield np.array([first_block[r], first_block[r + 1], following[r + 1], following[r + 2]], np.int32)
+    def outputs(self):
+        """Outputs before the first round: a value that no expert gives."""
+        return jnp.full((self.case.T * self.case.K, self.case.D), 7, self.x.dtype)
 
     def pair_is_live(self):
         return np.repeat(self.live, self.case.K)
 
-    def check(self, y, untouched):
+    def check(self, y):
         live = self.pair_is_live()
         for pair in np.flatnonzero(live):
             token, k = divmod(pair, self.case.K)
@@ -279,7 +265,7 @@ class Chunk:
                 atol=tolerance(self.x.dtype),
                 err_msg=f"token {token}, expert {self.ids[token, k]}",
             )
-        np.testing.assert_array_equal(y[~live], untouched)
+        np.testing.assert_array_equal(y[~live], 7)
 
 
 @pytest.fixture(scope="module", params=PREFILLS, ids=lambda c: "-".join(map(str, c)))
@@ -287,76 +273,68 @@ def chunk(request):
     return Chunk(request.param)
 
 
-def rounds_by(implementation, chunk, run_round):
-    """Runs all rounds; after each, checks that the rows which changed are those it moves, and hold the pool's bytes."""
-    layout = chunk.layout()
-    y = jnp.full((chunk.case.T * chunk.case.K, chunk.case.D), 7, chunk.x.dtype)
-    banks = {name: jnp.asarray(b) for name, b in chunk.banks.items()}
-    moved = 0
-    for span in chunk.spans(layout["block_end"]):
-        before = to_numpy(banks)
-        y, banks = run_round(
-            jnp.asarray(chunk.x), y, layout, jnp.asarray(span), banks, chunk.pool, block_rows=chunk.case.block_rows
+def in_rounds(chunk, run_round):
+    """Runs all rounds over a bank in which only the experts of the running round lie; returns y as NumPy."""
+    layout, ends = chunk.layout(chunk.row_at)
+    y = chunk.outputs()
+    for r, round_ in enumerate(ROUNDS):
+        banks = {name: w.copy() for name, w in chunk.junk.items()}
+        for expert, row in round_:
+            for name in NAMES:
+                banks[name][row] = chunk.weights[name][expert]
+        span = jnp.asarray(ends[chunk.bounds[r : r + 2]], jnp.int32)
+        before = np.asarray(y)
+        y = run_round(
+            jnp.asarray(chunk.x),
+            y,
+            layout,
+            span,
+            {name: jnp.asarray(b) for name, b in banks.items()},
+            block_rows=chunk.case.block_rows,
         )
-        after = to_numpy(banks)
-        arrives = {chunk.row[p]: chunk.src[p] for p in range(span[2], span[3]) if chunk.src[p] >= 0}
-        for name in NAMES:
-            changed = {row for row in range(9) if not same_bytes(before[name][row], after[name][row])}
-            assert changed == set(arrives), f"{name}: rows that changed in round {span}"
-            for row, expert in arrives.items():
-                assert same_bytes(after[name][row], chunk.weights[name][expert]), f"{name}: row {row}, expert {expert}"
-        moved += len(arrives)
-    # Each missing expert moved once, the needed and resident ones never.
-    assert moved == np.count_nonzero(chunk.src >= 0) == 4
-    for name in NAMES:
-        assert all(same_bytes(after[name][row], chunk.banks[name][row]) for row in UNTOUCHED_ROWS)
-    chunk.check(np.asarray(y), untouched=7)
+        served = np.isin(chunk.ids.reshape(-1), [expert for expert, _ in round_]) & chunk.pair_is_live()
+        assert same_bytes(np.asarray(y)[~served], before[~served]), f"round {r} writes outputs of other rounds"
+        assert (np.asarray(y)[served] != before[served]).any(axis=1).all(), f"round {r} leaves outputs out"
+    chunk.check(np.asarray(y))
     return np.asarray(y)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_prefill_in_rounds(chunk, implementation):
-    def run_round(*args, **kwargs):
-        return expert_ffn_round(*args, **kwargs, implementation=implementation)
+def test_prefill_in_rounds_and_with_everything_resident_gives_the_same_bits(chunk, implementation):
+    """Rounds, each over its own experts only, against one round over a bank that holds expert e in row e."""
+    run_round = functools.partial(expert_ffn_round, implementation=implementation)
+    expected = in_rounds(chunk, run_round)
+    layout, ends = chunk.layout(chunk.expert_at)
+    y = run_round(
+        jnp.asarray(chunk.x),
+        chunk.outputs(),
+        layout,
+        jnp.array([0, ends[-1]], jnp.int32),
+        {name: jnp.asarray(w) for name, w in chunk.weights.items()},
+        block_rows=chunk.case.block_rows,
+    )
+    assert same_bytes(np.asarray(y), expected)
 
-    rounds_by(implementation, chunk, run_round)
 
-
-@pytest.mark.parametrize(("programs", "copy_programs"), [(2, 1), (7, 3), (64, 40)])
-def test_prefill_does_not_depend_on_how_programs_share_the_work(programs, copy_programs):
-    """One copying program moves everything; forty are more than there are tiles to move."""
+@pytest.mark.parametrize("programs", [1, 7, 300])
+def test_prefill_does_not_depend_on_how_programs_share_the_work(programs):
+    """One program computes everything; three hundred are more than a round has tiles."""
     chunk = Chunk(PREFILLS[0])
-
-    def run_round(*args, **kwargs):
-        return grouped.expert_ffn_round(*args, **kwargs, programs=programs, copy_programs=copy_programs, interpret=True)
-
-    rounds_by("interpret", chunk, run_round)
+    expected = in_rounds(chunk, functools.partial(expert_ffn_round, implementation="interpret"))
+    run_round = functools.partial(grouped.expert_ffn_round, programs=programs, interpret=True)
+    assert same_bytes(in_rounds(chunk, run_round), expected)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_prefill_with_everything_resident_gives_the_same_bits(chunk, implementation):
-    """All experts in one round without a pool, against rounds of moves."""
-
-    def offloaded(*args, **kwargs):
-        return expert_ffn_round(*args, **kwargs, implementation=implementation)
-
-    expected = rounds_by(implementation, chunk, offloaded)
-    layout = chunk.layout()
-    order = np.argsort(chunk.position_of_expert)
-    position = np.minimum(np.asarray(layout["block_position"]), EXPERTS - 1)
-    layout["block_row"] = jnp.asarray(order[position], jnp.int32)
-    y, banks = expert_ffn_round(
-        jnp.asarray(chunk.x),
-        jnp.full(expected.shape, 7, expected.dtype),
-        layout,
-        jnp.array([0, layout["block_end"][-1], 0, 0], jnp.int32),
-        {name: jnp.asarray(w) for name, w in chunk.weights.items()},
-        None,
-        block_rows=chunk.case.block_rows,
-        implementation=implementation,
-    )
-    assert same_bytes(np.asarray(y), expected)
-    assert all(same_bytes(np.asarray(banks[name]), chunk.weights[name]) for name in NAMES)
+def test_prefill_of_an_empty_round_touches_nothing(implementation):
+    """A round whose experts have no live token has no blocks: y comes back as it was."""
+    chunk = Chunk(PREFILLS[3])
+    layout, ends = chunk.layout(chunk.row_at)
+    banks = {name: jnp.full(b.shape, jnp.nan, b.dtype) for name, b in chunk.junk.items()}
+    span = jnp.full(2, ends[3], jnp.int32)
+    args = (jnp.asarray(chunk.x), chunk.outputs(), layout, span, banks)
+    y = expert_ffn_round(*args, block_rows=chunk.case.block_rows, implementation=implementation)
+    assert same_bytes(np.asarray(y), np.asarray(chunk.outputs()))
 
 
 # ------------------------------------------------------------------------------------------------------------- grouping
@@ -446,13 +424,20 @@ def test_tiles_that_do_not_fit_are_refused(tiles, message):
         )
 
 
-@pytest.mark.parametrize("wrong", [{"block_rows": 24}, {"block_rows": 8}, {"copy_programs": 0}, {"copy_programs": 132}])
-def test_rounds_of_impossible_size_are_refused(wrong):
+@pytest.mark.parametrize("block_rows", [8, 24])
+def test_blocks_of_impossible_size_are_refused(block_rows):
     chunk = Chunk(PREFILLS[3])
-    span = jnp.zeros(4, jnp.int32)
-    y = jnp.zeros((chunk.case.T, chunk.case.D), jnp.float32)
-    banks = {name: jnp.asarray(b) for name, b in chunk.banks.items()}
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        grouped.expert_ffn_round(
-            jnp.asarray(chunk.x), y, chunk.layout(), span, banks, None, **{"block_rows": 16, "interpret": True} | wrong
-        )
+    layout, _ = chunk.layout(chunk.row_at)
+    banks = {name: jnp.asarray(b) for name, b in chunk.junk.items()}
+    args = (jnp.asarray(chunk.x), chunk.outputs(), layout, jnp.zeros(2, jnp.int32), banks)
+    with pytest.raises(ValueError, match=f"block_rows = {block_rows}: must be a power of two >= 16"):
+        grouped.expert_ffn_round(*args, block_rows=block_rows, interpret=True)
+
+
+def test_a_round_refuses_tiles_that_do_not_fit():
+    chunk = Chunk(PREFILLS[3])
+    layout, _ = chunk.layout(chunk.row_at)
+    banks = {name: jnp.asarray(b) for name, b in chunk.junk.items()}
+    args = (jnp.asarray(chunk.x), chunk.outputs(), layout, jnp.zeros(2, jnp.int32), banks)
+    with pytest.raises(ValueError, match="must be a power of two >= 16 that divides 64"):
+        grouped.expert_ffn_round(*args, block_rows=16, tiles={"down": {"block_out": 8}}, interpret=True)

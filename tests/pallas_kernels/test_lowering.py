@@ -22,6 +22,7 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton
 
 from pallas_kernels.expert_ffn import expert_ffn_decode, expert_ffn_round
+from pallas_kernels.router_topk import router_topk
 from pallas_kernels.slot_plan import slot_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -142,24 +143,21 @@ def decode_kernels(shape, B, rows, *, row_dtype=jnp.bfloat16, compute=jnp.bfloat
     )
 
 
-def round_kernels(shape, T, block_rows, rows, *, dtype=jnp.bfloat16, offload=True):
+def round_kernels(shape, T, block_rows, rows, *, row_dtype=jnp.bfloat16, compute=jnp.bfloat16):
     pairs = T * shape.K
     blocks = -(-pairs // block_rows) + min(shape.E, pairs)
     layout = {
         "token": arrays(blocks * block_rows),
         "pair": arrays(blocks * block_rows),
         "block_row": arrays(blocks),
-        "pos_row": arrays(shape.E),
-        "pos_src": arrays(shape.E),
     }
     return lower(
         functools.partial(expert_ffn_round, block_rows=block_rows, implementation="pallas"),
-        arrays(T, shape.D, dtype=dtype),
-        arrays(pairs, shape.D, dtype=dtype),
+        arrays(T, shape.D, dtype=compute),
+        arrays(pairs, shape.D, dtype=compute),
         layout,
-        arrays(4),
-        row_arrays(shape, rows, dtype),
-        row_arrays(shape, shape.E, dtype) if offload else None,
+        arrays(2),
+        row_arrays(shape, rows, row_dtype),
     )
 
 
@@ -205,17 +203,38 @@ def test_decode_with_mixed_dtypes(row_dtype, compute, B):
     check_offsets(kernels)
 
 
-@pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("block_rows", [16, 128])
 @pytest.mark.parametrize("model", MODELS)
-def test_prefill_of_8192_tokens_at_real_shapes(model, block_rows, offload):
+def test_prefill_of_8192_tokens_at_real_shapes(model, block_rows):
     shape = MODELS[model]
     rows = shape.L * shape.E // 4 + shape.E
-    kernels = round_kernels(shape, 8192, block_rows, rows, offload=offload)
+    kernels = round_kernels(shape, 8192, block_rows, rows)
     assert [name for name, _ in kernels] == ["expert_ffn_grouped_gate_up", "expert_ffn_grouped_down"]
     check_offsets(kernels)
     for (_, operands), bank in zip(kernels, row_arrays(shape, rows, jnp.bfloat16).values(), strict=True):
-        assert [o.offset_bits for o in bank_of(operands, bank.shape)] == [{wide(bank)}] * (1 + offload)
+        # Read only: the copy engine brings rows in.
+        assert [o.offset_bits for o in bank_of(operands, bank.shape)] == [{wide(bank)}]
+
+
+@pytest.mark.parametrize(
+    ("row_dtype", "compute"), [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")]
+)
+def test_prefill_with_mixed_dtypes(row_dtype, compute):
+    kernels = round_kernels(MODELS["olmoe"], 64, 16, 264, row_dtype=jnp.dtype(row_dtype), compute=jnp.dtype(compute))
+    assert len(kernels) == 2
+    check_offsets(kernels)
+
+
+@pytest.mark.parametrize("T", [1, 8192])
+@pytest.mark.parametrize("K", [2, 8])
+@pytest.mark.parametrize("E", [8, 64, 128])
+def test_router_topk_at_real_shapes(E, K, T):
+    kernels = lower(functools.partial(router_topk, k=K), arrays(T, E, dtype=jnp.float32))
+    assert [(name, [o.shape for o in operands]) for name, operands in kernels] == [
+        ("router_topk", [(T, E), (T, K), (T, K)])
+    ]
+    assert all(operand.offset_bits for operand in kernels[0][1])
+    check_offsets(kernels)
 
 
 @pytest.mark.parametrize("B", [1, 4, 16, 64])
