@@ -20,40 +20,19 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_jax import MoE, OffloadConfig
+from moe_jax.floors import find_ceilings
 
 app = typer.Typer(add_completion=False)
 console = Console(width=150)
 
 
-def measure_link(nbytes=512 << 20):
-    """Copy-engine rate of one large pinned-to-device copy, bytes a second."""
-    from jax.sharding import SingleDeviceSharding
-
-    device = jax.devices()[0]
-    host = jax.device_put(jnp.ones(nbytes, jnp.uint8), SingleDeviceSharding(device, memory_kind="pinned_host"))
-    put = lambda: jax.block_until_ready(jax.device_put(host, SingleDeviceSharding(device, memory_kind="device")))  # noqa: E731
-    put()
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        put()
-        times.append(time.perf_counter() - started)
-    return nbytes / min(times)
-
-
-def measure_memory(nbytes=4 << 30):
-    """Device memory read rate of a large reduction, bytes a second."""
-    if jax.devices()[0].platform == "cpu":
-        nbytes = 64 << 20
-    array = jax.random.normal(jax.random.key(0), (nbytes // 2,), jnp.bfloat16)
-    total = jax.jit(lambda a: jnp.max(a))
-    total(array).block_until_ready()
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        total(array).block_until_ready()
-        times.append(time.perf_counter() - started)
-    return nbytes / min(times)
+def experts_seen(moe, steps):
+    """Smallest share of its experts that any layer used in the last `steps` decode steps, from the policy's clocks."""
+    transport, state = moe._engine.transport, moe._engine.cache
+    seen = transport._policy_state if transport.name == "callback" else state.policy
+    last = np.asarray(seen.get("access", seen)["last"])
+    since = (last.max() // transport.spec.L + 1 - steps) * transport.spec.L
+    return float((last >= since).mean(axis=1).min())
 
 
 def head_seconds(moe):
@@ -93,13 +72,17 @@ def main(
     resident: bool = typer.Option(False, help="also time the resident mode"),
     dry: bool = typer.Option(False, help="shrunken model on any platform, no checks: does it run?"),
     out: Path = typer.Option(None, help="write the figures as JSON"),
+    verify: bool = typer.Option(False, help="at the smallest share, compare every occupied slot with its expert byte for byte"),
+    link_gbps: float = typer.Option(None, help="link ceiling; default: measured"),
+    hbm_gbps: float = typer.Option(None, help="memory ceiling; default: measured"),
+    hlo: Path = typer.Option(None, help="write the optimised HLO of the programs to this directory"),
     profile: Path = typer.Option(None, help="write a jax profile of the decode steps to this directory"),
 ):
     """Runs every transport at every slot share over one pool."""
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("moe_jax").setLevel(logging.INFO)
-    platform = jax.devices()[0].platform
-    link, memory = measure_link(64 << 20 if dry else 512 << 20), measure_memory()
+    ceilings = find_ceilings(link_gbps, hbm_gbps)
+    link, memory = ceilings.link_gbps * 1e9, ceilings.memory_gbps * 1e9
     console.print(
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}: link {link / 1e9:.1f} GB/s, memory read {memory / 1e12:.2f} TB/s"
     )
@@ -107,7 +90,9 @@ def main(
     parts = random_parts(shape, layers, **changes)
     spec, cfg = parts.spec, parts.cfg
     dense = sum(leaf.nbytes for leaf in jax.tree.leaves(parts.params)) - parts.params["embed"]["weight"].nbytes
-    console.print(f"{shape}: {spec.L} layers x {spec.E} experts x {spec.row_bytes / 1e6:.2f} MB, dense {dense / 1e9:.2f} GB")
+    console.print(
+        f"{shape}: {spec.L} layers x {spec.E} experts x {spec.row_bytes / 1e6:.2f} MB, dense {dense / 1e9:.2f} GB"
+    )
     longest = max(prefill, context + warmup + tokens) + 64
     base = dict(
         policy=policy, decode_chunk=decode_chunk, max_batch=1, max_sequence_length=min(longest, cfg.max_position_embeddings),
@@ -133,17 +118,11 @@ def main(
         else:
             moe.set_cache(transport=transport, cache_rate=share)
         moe.generate(prompt, warmup, eos_token_id=[])
-        if profile:
-            jax.profiler.start_trace(str(profile / f"{transport}-{share}"))
-        moe.generate(prompt, tokens + 1, eos_token_id=[], trace=False)
-        if profile:
-            jax.profiler.stop_trace()
+        moe.generate(prompt, tokens + 1, eos_token_id=[])
         stats = moe.stats()
         decode = stats["last"]["decode"]
         seconds = decode["seconds"] / decode["steps"]
-        moe.generate(prompt, tokens + 1, eos_token_id=[], trace=True)
-        trace = moe.trace()
-        seen = min(len(np.unique(trace.experts[:, layer])) / spec.E for layer in range(spec.L))
+        seen = experts_seen(moe, decode["steps"]) if transport != "resident" else 1.0
         missed = decode["bytes_per_token"] or 0.0
         link_floor = missed / link
         row = dict(
@@ -161,28 +140,49 @@ def main(
                 prefill_ms=p["seconds"] * 1e3, prefill_bytes=p["bytes_moved"],
                 prefill_over_link=p["seconds"] / (p["bytes_moved"] / link) if p["bytes_moved"] else None,
             )  # fmt: skip
+        if profile:
+            with jax.profiler.trace(str(profile / f"{transport}-{share}-decode")):
+                moe.generate(prompt, tokens + 1, eos_token_id=[])
+            if prefill:
+                with jax.profiler.trace(str(profile / f"{transport}-{share}-prefill")):
+                    moe.generate(long_prompt, 1, eos_token_id=[])
         rows.append(row)
         if transport != "resident" and not dry:
             if abs(decode["hit_rate"] - share) > 0.05:
-                problems.append(f"{transport} {share}: hit rate {decode['hit_rate']:.3f} is over 5 points from the slot share")
+                problems.append(
+                    f"{transport} {share}: hit rate {decode['hit_rate']:.3f} is over 5 points from the slot share"
+                )
             if seen < 0.9:
                 problems.append(f"{transport} {share}: a layer saw only {seen:.0%} of its experts")
             if "pallas-triton" not in stats["kernel"][0]:
                 problems.append(f"{transport} {share}: ran {stats['kernel'][0]}, not the compiled kernels")
-        if not dry and transport != "resident":
-            moe.verify_slots() if share == min(float(s) for s in shares.split(",")) and platform == "cpu" else None
+        if verify and share == min(float(s) for s in shares.split(",")) and transport != "resident":
+            moe.verify_slots()
+            console.print(f"{transport} {share}: every occupied slot holds its expert's bytes")
         values = [transport, f"{share:.2f}", f"{row['hit_rate']:.3f}", f"{row['ms_per_token']:.3f}", f"{row['us_per_layer']:.1f}", f"{row['us_per_layer_without_head']:.1f}", f"{row['misses_per_layer']:.2f}", f"{row['link_floor_ms']:.3f}", f"{row['hbm_floor_ms']:.3f}", f"{row['efficiency']:.3f}", f"{row['link_gb_per_second']:.1f}"]  # fmt: skip
         if prefill:
             ratio = row["prefill_over_link"]
-            values += [f"{row['prefill_ms']:.1f}", f"{row['prefill_bytes'] / 1e9:.2f}", f"{ratio:.2f}" if ratio else "-"]
+            values += [
+                f"{row['prefill_ms']:.1f}",
+                f"{row['prefill_bytes'] / 1e9:.2f}",
+                f"{ratio:.2f}" if ratio else "-",
+            ]
         else:
             values += ["-", "-", "-"]
         table.add_row(*values, row["kernel"])
         console.print(" ".join(values), highlight=False)
     console.print(table)
-    console.print(f"head and greedy choice: {head * 1e6:.1f} us a token; compile: {moe.stats()['total']['compile_seconds']:.0f} s")
+    console.print(
+        f"head and greedy choice: {head * 1e6:.1f} us a token; compile: {moe.stats()['total']['compile_seconds']:.0f} s"
+    )
+    if hlo:
+        hlo.mkdir(parents=True, exist_ok=True)
+        for index, (name, text) in enumerate(moe._engine.programs.texts()):
+            (hlo / f"{index}-{name}.txt").write_text(text)
     if out:
-        out.write_text(json.dumps({"device": jax.devices()[0].device_kind, "link": link, "memory": memory, "rows": rows}, indent=1))
+        out.write_text(
+            json.dumps({"device": jax.devices()[0].device_kind, "link": link, "memory": memory, "rows": rows}, indent=1)
+        )
     moe.close()
     for problem in problems:
         console.print(f"[red]not valid:[/red] {problem}")
