@@ -29,7 +29,8 @@ class HostMemoryError(MemoryError):
 def pinned_zeros(shape, dtype, device=None):
     """A `pinned_host` jax array of zeros on `device` (default: the first)."""
     sharding = SingleDeviceSharding(device or jax.devices()[0], memory_kind="pinned_host")
-    # Made on the device and moved: XLA needs a device temporary of this size, which is why slabs are one layer's, not all.
+    # Made on the device and moved: XLA needs a device temporary of this size, which is why slabs are one layer's, not
+    # all.
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
 
 
@@ -42,8 +43,8 @@ def host_view(array):
 class ExpertPool:
     """All expert rows of a model at rest: `slabs[l][name]` is a pinned_host array [E, *shape].
 
-    Owner: the engine that made it. Experts are read-only after `fill`, so any thread and the device may read at any time.
-    `close()` gives the memory back; the arrays must not be in use by a running program then.
+    Owner: the engine that made it. Experts are read-only after `fill`, so any thread and the device may read at any
+    time. `close()` gives the memory back; the arrays must not be in use by a running program then.
     """
 
     def __init__(self, spec, device=None):

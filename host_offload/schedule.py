@@ -1,9 +1,10 @@
 """The order in which a prefill event processes its experts: rounds that overlap moving the next with computing these.
 
-A prefill chunk may need every expert of a layer, far more than the spare rows can hold. So it runs in rounds. While round r
-computes, the missing experts of round r + 1 are moved into bank rows; round 0 has no misses. Bypassed experts use 2G scratch
-rows in turn (G a round, two rounds in flight); admitted ones go to the row that they keep. Evicted experts that this chunk still needs are
-computed in round 0, and their rows are written from round 1 on at the earliest, so nothing leaves before its use.
+A prefill chunk may need every expert of a layer, far more than the spare rows can hold. So it runs in rounds. While
+round r computes, the missing experts of round r + 1 are moved into bank rows; round 0 has no misses. Bypassed experts
+use 2G scratch rows in turn (G a round, two rounds in flight); admitted ones go to the row that they keep. Evicted
+experts that this chunk still needs are computed in round 0, and their rows are written from round 1 on at the earliest,
+so nothing leaves before its use.
 """
 
 from typing import Any, NamedTuple
@@ -12,9 +13,9 @@ from typing import Any, NamedTuple
 class Schedule(NamedTuple):
     """Processing order of one event; positions 0..E-1 are needed experts in order, then the others.
 
-    `position` [E] int32: each expert's position. `row`, `src` [E] int32 by position: bank row, and expert number to fetch (-1: resident).
-    `bounds` [max_rounds + 3] int32: round r covers positions bounds[r]:bounds[r+1]. `rounds`: int32 scalar. `dest` [E] int32 by expert: the row that a
-    missing expert is written to, -1 for the others.
+    `position` [E] int32: each expert's position. `row`, `src` [E] int32 by position: bank row, and expert number to
+    fetch (-1: resident). `bounds` [max_rounds + 3] int32: round r covers positions bounds[r]:bounds[r+1]. `rounds`:
+    int32 scalar. `dest` [E] int32 by expert: the row that a missing expert is written to, -1 for the others.
     """
 
     position: Any
@@ -47,7 +48,8 @@ def schedule_rounds(xp, plan, need, slot_of, owner, *, group: int) -> Schedule:
     rank = lambda mask: xp.cumsum(mask, dtype=i32) - 1  # noqa: E731
     expert = xp.arange(E, dtype=i32)
 
-    # Rows by when they may be written: free now, freed by an expert that this event does not need, freed by an evicted hit.
+    # Rows by when they may be written: free now, freed by an expert that this event does not need, freed by an evicted
+    # hit.
     owned = owner >= 0
     id_ = xp.maximum(owner, 0)
     leaves = owned & plan.evict[id_]

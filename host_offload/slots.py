@@ -1,7 +1,8 @@
 """The slot cache: banks of expert rows on the device and the arrays that say who is where.
 
-All of it is one pytree that a jitted step takes, updates and returns (donate it). C logical slots plus R spare rows: a missing
-expert is always written to a row that is free at the start of its event, see `plan.py`.
+All of it is one pytree that a jitted step takes, updates and returns (donate it). C logical slots plus R spare rows: a
+missing expert of a decode step is always written to a row that is free at the start of its event, see `plan.py`; a
+prefill event reuses rows while it runs, see `schedule.py`.
 """
 
 from dataclasses import dataclass
@@ -27,11 +28,13 @@ ROUND_BYTES = 64 << 20
 class SlotCache:
     """Device state of expert offloading.
 
-    banks: row tensor name -> [rows, *shape]. slot_of: [L, E] int32 row of each resident expert, -1 if absent. owner: [rows] int32, `l * E + e` or -1.
-    resident: [1] int32 occupied rows. counters: [L, 4] int32 hits, misses, bypasses, evictions since the last call. policy: the policy's state. step: int32
-    scalar, steps so far (the event clock is step * L + layer). error: [1] int32, 1 after a fault in a callback. record: routing of the
-    running step, a tuple that grows by one entry a layer while a step is traced; empty between steps.
-    In the callback transport the tables live on the host, and slot_of, owner, resident, counters and policy are None here.
+    banks: row tensor name -> [rows, *shape]. slot_of: [L, E] int32 row of each resident expert, -1 if absent. owner:
+    [rows] int32, `l * E + e` or -1. resident: [1] int32 occupied rows. counters: [L, 4] int32 hits, misses, bypasses,
+    evictions since the last call. policy: the policy's state. step: int32 scalar, steps so far (the event clock is
+    step * L + layer). error: [1] int32, 1 after a fault in a callback. record: routing of the running step, a tuple
+    that grows by one entry a layer while a step is traced; empty between steps.
+    In the callback transport the tables live on the host, and slot_of, owner, resident, counters and policy are None
+    here.
     """
 
     banks: dict[str, jax.Array]
@@ -56,7 +59,7 @@ def round_group(spec) -> int:
 
 
 def spare_rows(spec, pairs: int, group: int) -> int:
-    """R: what one event may write beside the slots, for decode steps of `pairs` = B * K and prefill rounds of `group`."""
+    """R: what one event may write beside the slots: decode steps of `pairs` = B * K, prefill rounds of `group`."""
     return max(min(spec.E, pairs), 2 * group)
 
 

@@ -18,12 +18,14 @@ class Transport(abc.ABC):
       spec: `RowSpec` of the experts.
       pool: `ExpertPool`, or None when every expert is resident.
       budget: `SlotBudget`, the slots of this cache.
-      policy: `Policy`; select: the member in charge when that is a `PolicySet`. forced_admit: contract `atomic-forced-admit` instead of `atomic-bypass`.
+      policy: `Policy`; select: the member in charge when that is a `PolicySet`.
+      forced_admit: contract `atomic-forced-admit` instead of `atomic-bypass`.
       max_pairs: most token-expert pairs of a decode step (B * K).
       implementation: "pallas", "interpret" or "xla", see `pallas_kernels.expert_ffn`.
       bank_rows: rows to allocate at least (a bank kept from a larger cache).
 
-    Owner thread: the engine's. The cache state is a pytree made by `create_state`, passed through the jitted step and donated.
+    Owner thread: the engine's. The cache state is a pytree made by `create_state`, passed through the jitted step and
+    donated.
     """
 
     name: str
@@ -40,9 +42,12 @@ class Transport(abc.ABC):
         self.rows = max(bank_rows, budget.total + self.spare)
 
     def configure(self, budget, forced_admit, policy, select=None):
-        """New quotas, scope, contract and policy over the same banks; the caller then empties the state. No recompilation.
+        """New quotas, scope, contract and policy over the same banks; the caller then empties the state.
 
-        `policy` must be one that `serves` accepts.
+        Nothing is compiled again. `policy` must be one that `serves` accepts.
+
+        Raises:
+          ValueError: the bank has too few rows.
         """
         if budget.total + self.spare > self.rows:
             raise ValueError(
@@ -110,7 +115,7 @@ class Transport(abc.ABC):
         """The exception of a callback since the last call, or None."""
         return None
 
-    def close(self):
+    def close(self):  # noqa: B027 (a transport may hold nothing)
         """Releases what the transport holds beside the state and the pool."""
 
     def verify(self, state, source=None):
@@ -154,7 +159,10 @@ def event_scores(scores, live):
 
 
 def combine_decode(y, entry, weights, live):
-    """Weighted sum over each token's experts in the order of its ids: y [U, B, D], entry and weights [B, K] -> [B, D] f32."""
+    """Weighted sum over each token's experts in the order of its ids.
+
+    y [U, B, D], entry and weights [B, K], live [B] -> [B, D] f32; 0 on dead rows.
+    """
     B, K = entry.shape
     rows = jnp.arange(B, dtype=jnp.int32)
     out = jnp.zeros(y.shape[1:], jnp.float32)

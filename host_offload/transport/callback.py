@@ -22,7 +22,10 @@ from pallas_kernels.expert_ffn import expert_ffn_decode
 
 
 class CallbackTransport(Transport):
-    """Host-side cache. Owner of the tables: XLA's execution thread while a jitted call runs, else the engine's thread."""
+    """Host-side cache.
+
+    Owner of the tables: XLA's execution thread while a jitted call runs, else the engine's thread.
+    """
 
     name = "callback"
 
@@ -98,7 +101,7 @@ class CallbackTransport(Transport):
 
         return experts
 
-    # ------------------------------------------------------------------------------------------------ traced into the step
+    # --------------------------------------------------------------------------------------------- traced into the step
 
     def _scores(self, scores, live):
         return {"scores": event_scores(scores, live)} if self.policy.uses_scores else {}

@@ -22,9 +22,9 @@ class GraphTransport(Transport):
 
     Decode has no host in its loop: on an NVIDIA GPU the plan of an event is one kernel, and the expert kernels read
     missing rows straight from pinned memory ("read-use-deposit"); elsewhere the same steps are plain XLA. A prefill
-    event is planned in the graph too, but its rows are moved by the copy engine, which a host call starts: it is a tenth
-    faster than loads by the multiprocessors and leaves them to compute (docs/measurements.md). The cache tables are part
-    of the donated `SlotCache`.
+    event is planned in the graph too, but its rows are moved by the copy engine, which a host call starts: it is a
+    tenth faster than loads by the multiprocessors and leaves them to compute (docs/measurements.md). The cache tables
+    are part of the donated `SlotCache`.
     """
 
     name = "device"
@@ -221,7 +221,7 @@ class GraphTransport(Transport):
 
 
 def _alike(a, b) -> bool:
-    """Whether two policies trace to the same program: of one class, with the very same attributes; sets by their members."""
+    """Whether two policies trace to the same program: one class, the very same attributes; sets by their members."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -270,8 +270,8 @@ class ResidentTransport(GraphTransport):
         """Raises RuntimeError when there is nothing to fill the slots from."""
         if self._refill is None:
             raise RuntimeError(
-                "the fault took the experts on the device with it, and transport='resident' keeps no copy of them in host "
-                "memory: load the model again"
+                "the fault took the experts on the device with it, and transport='resident' keeps no copy of them in "
+                "host memory: load the model again"
             )
         return self.load(self.create_state(), self._refill, again=True)
 

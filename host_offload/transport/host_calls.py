@@ -1,8 +1,9 @@
 """Calls from the XLA program to the host: in place on the banks, never raising, in the program's order.
 
-`HostCalls` wraps `jax.experimental.buffer_callback`. A callback that raised would make XLA delete the donated banks, so a fault
-is kept here instead, the cache's error word is set, later calls do nothing, and the engine raises it after the program has ended.
-`RoundMoves` uses it to move the rows of a prefill event ahead of need, round by round (`schedule.py`).
+`HostCalls` wraps `jax.experimental.buffer_callback`. A callback that raised would make XLA delete the donated banks, so
+a fault is kept here instead, the cache's error word is set, later calls do nothing, and the engine raises it after the
+program has ended. `RoundMoves` uses it to move the rows of a prefill event ahead of need, round by round
+(`schedule.py`).
 """
 
 from dataclasses import replace
@@ -116,7 +117,11 @@ class HostCalls:
 
 
 class RoundMoves:
-    """The moves of one prefill event at a time. `begin` starts round 1; each `on_round` starts the round after its own."""
+    """The moves of one prefill event at a time.
+
+    `begin` starts round 1; each `on_round` but the first starts the round after its own. So the moves of round r + 1
+    are enqueued after the compute of round r - 1 and run beside that of round r, as `schedule.py` allows.
+    """
 
     def __init__(self, mover):
         self._mover = mover

@@ -4,10 +4,10 @@ Token-expert pairs are sorted by expert and padded to blocks of BM rows (see `la
 one expert. A launch has a fixed number of programs, which walk over the tiles of a range of blocks that is known on the
 device only: the next round's experts can move while it runs.
 
-Limits on a GPU: tensor cores take tiles of 16 and more, so D and F are multiples of 16. A stage of the software pipeline
-holds (BM + 2 block_out) * block_in elements in shared memory: 48 KiB for bf16 at BM 128 and the default tiles, twice that
-for fp32, and there are `num_stages` of them. What does not fit fails when it is compiled. Arrays of one-byte elements
-between 2 and 4 GiB would be addressed with wrapping 32-bit offsets (a test of the lowering refuses them).
+Limits on a GPU: tensor cores take tiles of 16 and more, so D and F are multiples of 16. A stage of the software
+pipeline holds (BM + 2 block_out) * block_in elements in shared memory: 48 KiB for bf16 at BM 128 and the default tiles,
+twice that for fp32, and there are up to `num_stages` of them. Tiles that do not fit are refused when the kernel is
+compiled, which a lowering without a GPU does not reach.
 """
 
 import functools

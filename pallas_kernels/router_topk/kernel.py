@@ -1,7 +1,7 @@
 """The k largest scores of each row, without a sort: k rounds of maximum and mask in registers.
 
-Limits on a GPU: a program holds 16 rows of E scores (E rounded up to a power of two) over 128 threads, E / 8 registers a
-thread, and the k rounds are unrolled. Made for E of at most some hundred and k of at most some ten.
+Limits on a GPU: a program holds 16 rows of E scores (E rounded up to a power of two) over 128 threads, E / 8 registers
+a thread, and the k rounds are unrolled. Made for E of at most some hundred and k of at most some ten.
 """
 
 import functools
