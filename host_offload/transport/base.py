@@ -11,6 +11,10 @@ from host_offload.plan import check_invariants
 from host_offload.slots import round_group, spare_rows
 
 
+class StateLost(RuntimeError):
+    """A fault consumed the banks and there is nothing to fill them from again."""
+
+
 class Transport(abc.ABC):
     """How a missing expert reaches the device, and where the cache's decisions are made.
 
@@ -76,7 +80,7 @@ class Transport(abc.ABC):
         """A new, empty cache state with banks on the device."""
 
     def rebuild(self):
-        """A state as after loading, when a fault consumed the banks."""
+        """A state as after loading, when a fault consumed the banks. Raises StateLost."""
         return self.create_state()
 
     @abc.abstractmethod

@@ -10,7 +10,7 @@ from host_offload.plan import apply, plan_event
 from host_offload.policy import PolicySet
 from host_offload.schedule import Schedule, schedule_rounds
 from host_offload.slots import BYPASSES, EVICTIONS, HITS, MISSES, SlotCache, control_vector, empty_banks
-from host_offload.transport.base import Transport, combine_decode, event_need, event_scores, record
+from host_offload.transport.base import StateLost, Transport, combine_decode, event_need, event_scores, record
 from host_offload.transport.host_calls import HostCalls, RoundMoves, make_mover
 from host_offload.transport.rounds import serve_rounds
 from pallas_kernels.expert_ffn import expert_ffn_decode
@@ -267,9 +267,8 @@ class ResidentTransport(GraphTransport):
         return True
 
     def rebuild(self):
-        """Raises RuntimeError when there is nothing to fill the slots from."""
         if self._refill is None:
-            raise RuntimeError(
+            raise StateLost(
                 "the fault took the experts on the device with it, and transport='resident' keeps no copy of them in "
                 "host memory: load the model again"
             )

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from host_offload.schedule import max_rounds
 from host_offload.transport.base import combine_prefill
 from pallas_kernels.expert_ffn import expert_ffn_round, group_pairs
 
@@ -43,6 +44,7 @@ def serve_rounds(transport, layer, x, ids, weights, live, order, state, moves, c
         if moves is None:
             y, state = compute(0, (y, state))
         else:
-            rounds = order.rounds.reshape(())
+            # Bounded here too: a host call that failed may have left anything in its tables, and the program must end.
+            rounds = jnp.minimum(order.rounds.reshape(()), max_rounds(E, transport.group))
             y, state = jax.lax.fori_loop(0, rounds, compute, (y, replace(state)))
         return combine_prefill(y, weights, live), state

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from host_offload.transport.base import StateLost
 from moe_jax.engine.kv_cache import OutOfPages, PageAllocator, PagedKV
 from moe_jax.engine.programs import NO_TOKEN, LoopState, Programs
 from moe_jax.engine.stats import RunStats
@@ -93,14 +94,21 @@ class Engine:
         return run.score(), run.stats
 
     def recover(self):
-        """After a fault: free slots, and new banks or KV pools where a failed call consumed them."""
+        """After a fault: free slots, and new banks or KV pools where a failed call consumed them.
+
+        Raises MoEJaxError, and closes the engine, if the experts on the device were the only copy and are gone.
+        """
         cache, kv = _usable(self.cache), _usable(self._kv)  # waits, so no callback runs after this
         self.transport.take_error()
         if not kv:
             pool = PagedKV.create(self.cfg, self.kv_pages, self.page_size, 1, 1, self.dtype)
             self._kv = pool.k, pool.v
         if not cache:
-            self.cache = self.transport.rebuild()
+            try:
+                self.cache = self.transport.rebuild()
+            except StateLost as error:
+                self.close()
+                raise MoEJaxError(str(error)) from error
         self.cache = self.transport.empty(self.cache)
 
 

@@ -13,8 +13,8 @@ from host_offload.pool import ExpertPool
 from host_offload.slots import control_vector, round_group, spare_rows
 from host_offload.store import RowSpec
 from host_offload.transport import TRANSPORTS, CallbackTransport, GraphTransport, ResidentTransport
-from host_offload.transport.base import combine_decode, combine_prefill, event_need, event_scores
-from host_offload.transport.callback import NumpyMover
+from host_offload.transport.base import StateLost, combine_decode, combine_prefill, event_need, event_scores
+from host_offload.transport.host_calls import HostCalls, NumpyMover, RoundMoves
 
 L, E, D, F = 2, 4, 4, 3
 SPEC = RowSpec(L=L, E=E, tensors={"gate_up": ((2 * F, D), np.dtype("float32")), "down": ((D, F), np.dtype("float32"))})
@@ -224,7 +224,7 @@ def test_resident_holds_every_expert_and_is_rebuilt_from_the_pool(pool):
     transport.verify(transport.empty(transport.rebuild()), Source())
 
     transport.load(transport.create_state(), fill, again=False)
-    with pytest.raises(RuntimeError, match="load the model again"):
+    with pytest.raises(StateLost, match="load the model again"):
         transport.rebuild()
 
 
@@ -235,7 +235,7 @@ def test_the_mover_copies_rows_and_writes_tables(pool):
     mover = NumpyMover(pool)
     banks = {name: np.zeros((6, *shape), dtype) for name, (shape, dtype) in SPEC.tensors.items()}
     mover.move(None, banks, 1, [(2, 0), (0, 5)])
-    mover.move_ahead(None, banks, 0, False, [(3, 1)], 0)
+    mover.move_ahead(None, banks, 0, [(3, 1)], 0)
     for name, bank in banks.items():
         for row, (layer, expert) in {0: (1, 2), 5: (1, 0), 1: (0, 3)}.items():
             np.testing.assert_array_equal(bank[row], pool.view(layer, name)[expert])
@@ -245,14 +245,39 @@ def test_the_mover_copies_rows_and_writes_tables(pool):
     assert table.tolist() == [4, 5, 6]
 
 
-def guarded(transport, body, outputs):
+def test_rounds_are_started_one_ahead_and_waited_for():
+    """Round r + 1 is started by the call of round r, round 1 by `begin`; only rounds that move rows are waited for."""
+    log = []
+
+    class Mover:
+        def move_ahead(self, ctx, banks, layer, moves, turn):
+            log.append(("start", turn, moves))
+
+        def wait(self, ctx, turn):
+            log.append(("wait", turn))
+
+    class Order:  # 2 hits, then rounds of 2, 0 and 1 missing experts
+        rounds, bounds = np.int32(4), np.array([0, 2, 4, 4, 5, 5])
+        src, row = np.array([-1, -1, 7, 5, 3]), np.array([0, 1, 8, 9, 2])
+
+    rounds = RoundMoves(Mover())
+    rounds.begin(None, 0, None, Order)
+    assert log == [("start", 1, [(7, 8), (5, 9)])]
+    log.clear()
+    for _ in range(4):
+        rounds.on_round(0, None, None, None, None)
+        log.append("compute")
+    assert log == ["compute", ("wait", 1), "compute", ("start", 3, [(3, 2)]), "compute", ("wait", 3), "compute"]
+
+
+def guarded(calls, body, outputs):
     """Calls the guard as XLA does: a table `rows`, then the error word, then no banks."""
-    transport._guarded(body, 0, ["rows"], [], [], None, outputs)
+    calls._guarded(body, 0, ["rows"], [], [], None, outputs)
 
 
 @pytest.mark.parametrize("fault", (ValueError("bad policy"), KeyboardInterrupt()))
 def test_a_callback_never_raises_and_stops_after_a_fault(fault, pool):
-    transport = make("callback", pool)
+    host = HostCalls(NumpyMover(pool))
     calls = []
 
     def body(layer, ctx, small, values, banks):
@@ -260,14 +285,14 @@ def test_a_callback_never_raises_and_stops_after_a_fault(fault, pool):
         raise fault
 
     rows, error = np.full(4, 9, np.int32), np.zeros(1, np.int32)
-    guarded(transport, body, (rows, error))
+    guarded(host, body, (rows, error))
     assert error.tolist() == [1] and rows.tolist() == [0, 0, 0, 0]  # row numbers that are safe to use
     rows[:], error[:] = 9, 0
-    guarded(transport, body, (rows, error))
+    guarded(host, body, (rows, error))
     assert error.tolist() == [1] and rows.tolist() == [0, 0, 0, 0]
     assert calls == [0], "after a fault nothing is tried again in the same call"
-    assert transport.take_error() is fault
-    assert transport.take_error() is None
+    assert host.take_error() is fault
+    assert host.take_error() is None
 
 
 def test_graph_transports_name_their_code_path(pool):
