@@ -119,6 +119,14 @@ class CallbackTransport(Transport):
             count, entry = jnp.full((1,), pairs, jnp.int32), jnp.arange(pairs, dtype=jnp.int32)
         else:
             count, entry = out["count"], out["entry"]
+
+        def await_down(h, banks):
+            # h only orders this call after its kernel; without it the in-place banks would have to be copied.
+            _, waited = self._calls.call(self._on_down, layer, {}, {"h": h}, replace(state, banks=banks))
+            waits.append(waited)
+            return waited.banks
+
+        waits = []
         with jax.named_scope("expert_ffn"):
             y, banks = expert_ffn_decode(
                 x,
@@ -129,9 +137,11 @@ class CallbackTransport(Transport):
                 state.banks,
                 None,
                 distinct=distinct,
+                between=await_down,
                 implementation=self.implementation,
             )
-            return combine_decode(y, entry.reshape(ids.shape), weights, live), replace(state, banks=banks)
+            out = combine_decode(y, entry.reshape(ids.shape), weights, live)
+        return out, replace(waits[0], banks=banks)
 
     def _prefill(self, layer, x, ids, weights, scores, live, state, block_rows):
         E = self.spec.E
@@ -209,6 +219,9 @@ class CallbackTransport(Transport):
         self._unsettled = layer, need, kept
         if layer == self.spec.L - 1:  # a fault must show in its own step
             self._settle()
+
+    def _on_down(self, layer, ctx, out, values, banks):
+        self.mover.wait_rest(ctx)
 
     def _on_prefill(self, layer, ctx, out, values, banks):
         arrays = self.mover.fetch(ctx, layer, values, self._settle)

@@ -82,19 +82,30 @@ class Staging:
 
 
 class CudaMover:
-    """Moves rows and small tables on XLA's stream, and rows of a prefill round ahead of need on a private stream.
+    """Moves small tables on XLA's stream, and rows on two private streams beside it.
 
-    Owner: XLA's execution thread, which runs the host calls one after another.
+    Two streams, because the gap between two copies of one stream is time in which the link rests. Owner: XLA's execution
+    thread, which runs the host calls one after another.
     """
+
+    STREAMS = 2
 
     def __init__(self, pool):
         self._pool = pool
         self._nbytes = {name: pool.spec.nbytes(name) for name in pool.spec.tensors}
         self._host = [{name: slab.unsafe_buffer_pointer() for name, slab in layer.items()} for layer in pool.slabs]
         self._staging = Staging()
-        self._private = check(cudart.cudaStreamCreateWithFlags(cudart.cudaStreamNonBlocking))
-        make = lambda: check(cudart.cudaEventCreateWithFlags(cudart.cudaEventDisableTiming))  # noqa: E731
-        self._computed, self._arrived = make(), [make(), make()]
+        flags = cudart.cudaStreamNonBlocking
+        self._streams = [check(cudart.cudaStreamCreateWithFlags(flags)) for _ in range(self.STREAMS)]
+        self._events: list = []
+        self._computed = self._event()
+        self._arrived = [[self._event() for _ in self._streams] for _ in range(2)]
+        self._rest = [self._event() for _ in self._streams]
+        self._moving = False
+
+    def _event(self):
+        self._events.append(check(cudart.cudaEventCreateWithFlags(cudart.cudaEventDisableTiming)))
+        return self._events[-1]
 
     def fetch(self, ctx, layer, buffers, meanwhile):
         """NumPy copies of small device buffers, after everything before them on XLA's stream.
@@ -117,34 +128,79 @@ class CudaMover:
         array[...] = value
         check(cudart.cudaMemcpyAsync(pointer(buffer), address, array.nbytes, H2D, ctx.stream))
 
-    def _copy(self, banks, layer, moves, stream):
-        for name, nbytes in self._nbytes.items():
-            bank, host = pointer(banks[name]), self._host[layer][name]
-            for expert, row in moves:
-                check(cudart.cudaMemcpyAsync(bank + row * nbytes, host + expert * nbytes, nbytes, H2D, stream))
+    def _copy(self, name, bank, layer, runs):
+        nbytes, host = self._nbytes[name], self._host[layer][name]
+        for index, (expert, row, count) in enumerate(runs):
+            stream = self._streams[index % self.STREAMS]
+            at, source = bank + row * nbytes, host + expert * nbytes
+            check(cudart.cudaMemcpyAsync(at, source, count * nbytes, H2D, stream))
+
+    def _record(self, events):
+        for event, stream in zip(events, self._streams, strict=True):
+            check(cudart.cudaEventRecord(event, stream))
+
+    @staticmethod
+    def _wait(ctx, events):
+        for event in events:
+            check(cudart.cudaStreamWaitEvent(ctx.stream, event, 0))
 
     def move(self, ctx, banks, layer, moves):
-        """Copies (expert, row) pairs before whatever follows on XLA's stream."""
-        self._copy(banks, layer, moves, ctx.stream)
+        """Copies (expert, row) pairs; what follows on XLA's stream sees the first row tensor, see `wait_rest`.
+
+        To be called right after `fetch`: XLA's stream is empty then, so no compute still reads what is overwritten.
+        """
+        runs = [(expert, row, 1) for expert, row in moves]
+        first, *others = self._nbytes
+        self._copy(first, pointer(banks[first]), layer, runs)
+        self._record(self._arrived[0])
+        self._wait(ctx, self._arrived[0])
+        for name in others:
+            self._copy(name, pointer(banks[name]), layer, runs)
+        self._record(self._rest)
+        self._moving = True
+
+    def wait_rest(self, ctx):
+        """What follows on XLA's stream sees all tensors of the rows of the last `move`."""
+        if self._moving:
+            self._moving = False
+            self._wait(ctx, self._rest)
 
     def move_ahead(self, ctx, banks, layer, moves, turn):
-        """Starts the moves of round `turn` on the private stream, once all that is enqueued on XLA's stream is done."""
+        """Starts the moves of round `turn`, once all that is enqueued on XLA's stream is done."""
         check(cudart.cudaEventRecord(self._computed, ctx.stream))
-        check(cudart.cudaStreamWaitEvent(self._private, self._computed, 0))
-        self._copy(banks, layer, moves, self._private)
-        check(cudart.cudaEventRecord(self._arrived[turn % 2], self._private))
+        for stream in self._streams:
+            check(cudart.cudaStreamWaitEvent(stream, self._computed, 0))
+        runs = merged(moves)
+        for name in self._nbytes:
+            self._copy(name, pointer(banks[name]), layer, runs)
+        self._record(self._arrived[turn % 2])
 
     def wait(self, ctx, turn):
         """What follows on XLA's stream waits for the moves of round `turn`."""
-        check(cudart.cudaStreamWaitEvent(ctx.stream, self._arrived[turn % 2], 0))
+        self._wait(ctx, self._arrived[turn % 2])
+
+    def drain(self):
+        """Waits on the host until no move is under way: after a fault nobody else waits for them."""
+        for stream in self._streams:
+            check(cudart.cudaStreamSynchronize(stream))
 
     def close(self):
         """Waits for its copies and frees streams, events and staging. Safe to call twice."""
-        if self._private is None:
-            return
-        check(cudart.cudaStreamSynchronize(self._private))
-        for event in (self._computed, *self._arrived):
+        for stream in self._streams:
+            check(cudart.cudaStreamSynchronize(stream))
+            check(cudart.cudaStreamDestroy(stream))
+        for event in self._events:
             check(cudart.cudaEventDestroy(event))
-        check(cudart.cudaStreamDestroy(self._private))
-        self._private = None
+        self._streams, self._events = [], []
         self._staging.close()
+
+
+def merged(moves):
+    """(expert, row, count) runs of moves whose experts and rows both follow on: one larger copy each."""
+    runs: list[tuple[int, int, int]] = []
+    for expert, row in moves:
+        if runs and expert == runs[-1][0] + runs[-1][2] and row == runs[-1][1] + runs[-1][2]:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((expert, row, 1))
+    return runs

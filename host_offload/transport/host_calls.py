@@ -31,11 +31,14 @@ class NumpyMover:
         np.asarray(buffer)[...] = value
 
     def move(self, ctx, banks, layer, moves):
-        """Copies (expert, row) pairs."""
+        """Copies (expert, row) pairs; what follows on XLA's stream sees the first row tensor, see `wait_rest`."""
         views = {name: np.asarray(buffer) for name, buffer in banks.items()}
         for expert, row in moves:
             for name, bank in views.items():
                 bank[row] = self._pool.view(layer, name)[expert]
+
+    def wait_rest(self, ctx):
+        """What follows sees all tensors of the rows of the last `move`. Nothing to wait for here."""
 
     def move_ahead(self, ctx, banks, layer, moves, turn):
         """Copies at once the rows of round `turn`: no compute still to come reads what they replace."""
@@ -43,6 +46,9 @@ class NumpyMover:
 
     def wait(self, ctx, turn):
         """Nothing to wait for."""
+
+    def drain(self):
+        """Nothing is ever under way."""
 
     def close(self):
         """Nothing to free."""
@@ -112,6 +118,7 @@ class HostCalls:
             for buffer in small.values():
                 self.mover.store(ctx, buffer, 0)
             self.mover.store(ctx, error, 1)
+            self.mover.drain()  # no copy that was started may land in what a later program puts there
         except BaseException as fault:  # the device itself is gone; the first fault is still the one to report
             self.error.add_note(f"while reporting it: {fault!r}")
 

@@ -18,12 +18,21 @@ __all__ = ["IMPLEMENTATIONS", "expert_ffn_decode", "expert_ffn_round", "group_pa
 IMPLEMENTATIONS = ("pallas", "interpret", "xla")
 
 
-def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, implementation):
+def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, implementation, between=None):
     """See `decode.expert_ffn_decode` for the arguments; returns y [distinct, B, D] f32 and the banks."""
     if implementation == "xla":
-        return ref.expert_ffn_decode(x, rows, src, deposit, count, banks, pool, distinct=distinct)
+        return ref.expert_ffn_decode(x, rows, src, deposit, count, banks, pool, distinct=distinct, between=between)
     return decode.expert_ffn_decode(
-        x, rows, src, deposit, count, banks, pool, distinct=distinct, interpret=_interpret(implementation)
+        x,
+        rows,
+        src,
+        deposit,
+        count,
+        banks,
+        pool,
+        distinct=distinct,
+        between=between,
+        interpret=_interpret(implementation),
     )
 
 

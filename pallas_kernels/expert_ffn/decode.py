@@ -134,8 +134,7 @@ def decode_tiles(width: int, model: int, batch: int) -> dict:
     }
 
 
-@functools.partial(jax.jit, static_argnames=("distinct", "tiles", "interpret"))
-def _run(x, rows, src, deposit, count, banks, pool, *, distinct, tiles, interpret):
+def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, between):
     tiles = {name: dict(t) for name, t in tiles}
     batch, model = x.shape
     offload = pool is not None
@@ -173,12 +172,20 @@ def _run(x, rows, src, deposit, count, banks, pool, *, distinct, tiles, interpre
         return result if offload else (result[0], bank)
 
     h, gate_up = launch(_gate_up_kernel, "gate_up", x_in, h_shape, x.dtype, model, width, width=width)
+    banks = {**banks, "gate_up": gate_up}
+    if between is not None:
+        banks = between(h, banks)
     y, down = launch(_down_kernel, "down", h, y_shape, jnp.float32, width, model)
     y = y[:, None, :] if batch == 1 else y[:, :batch]
-    return y, {"gate_up": gate_up, "down": down}
+    return y, {**banks, "down": down}
 
 
-def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, tiles=None, interpret=False):
+_run_cached = jax.jit(_run, static_argnums=(7, 8, 9, 10))
+
+
+def expert_ffn_decode(
+    x, rows, src, deposit, count, banks, pool, *, distinct, between=None, tiles=None, interpret=False
+):
     """Expert FFN of a few tokens through slots: every distinct expert on every token.
 
     Args:
@@ -190,6 +197,8 @@ def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, ti
       distinct: U, the static bound of `count`.
       banks: {"gate_up": [R, 2F, D], "down": [R, D, F]}; donated by the caller, updated in place.
       pool: {"gate_up": [E, 2F, D], "down": [E, D, F]} in pinned host memory, or None when all rows are resident.
+      between: traced `between(h, banks) -> banks` between the two kernels: the place to wait for rows of "down" that
+        were still on their way while "gate_up" was computed.
       tiles: overrides of `decode_tiles` (for the benchmarks).
 
     Returns:
@@ -201,4 +210,6 @@ def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, ti
     batch, model = x.shape
     width = banks["down"].shape[2]
     static = resolve_tiles(decode_tiles(width, model, batch), tiles, width=width, model=model, least=_least_tile(batch))
-    return _run(x, rows, src, deposit, count, banks, pool, distinct=distinct, tiles=static, interpret=interpret)
+    # With a hook the kernels are traced in place: what it does belongs to the caller's program.
+    run = _run if between is not None else _run_cached
+    return run(x, rows, src, deposit, count, banks, pool, distinct, static, interpret, between)

@@ -6,11 +6,15 @@ import jax.numpy as jnp
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def _ffn(x, gate_up, down):
-    """silu(x gate^T) * (x up^T) down^T: x [M, D], gate_up [2F, D], down [D, F] -> [M, D] f32."""
+def _hidden(x, gate_up):
+    """silu(x gate^T) * (x up^T): x [M, D], gate_up [2F, D] -> [M, F] in x's dtype."""
     gate, up = jnp.split(_matmul_t(x, gate_up), 2, axis=-1)
-    h = (gate * jax.nn.sigmoid(gate) * up).astype(x.dtype)
-    return _matmul_t(h, down)
+    return (gate * jax.nn.sigmoid(gate) * up).astype(x.dtype)
+
+
+def _ffn(x, gate_up, down):
+    """x [M, D], gate_up [2F, D], down [D, F] -> [M, D] f32."""
+    return _matmul_t(_hidden(x, gate_up), down)
 
 
 def _matmul_t(x, w):
@@ -40,18 +44,28 @@ def fetch_rows(rows, src, count, banks, pool):
     return jax.lax.fori_loop(0, jnp.sum(wanted), move, banks)
 
 
-def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct):
+def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, between=None):
     """As `pallas_kernels.expert_ffn.decode.expert_ffn_decode`; a bypassed expert passes through its (free) bank row."""
     del deposit
     if pool is not None:
         banks = fetch_rows(rows, src, count[0], banks, pool)
 
-    def expert(u, y):
-        weights = {name: jax.lax.dynamic_index_in_dim(bank, rows[u], keepdims=False) for name, bank in banks.items()}
-        return jax.lax.dynamic_update_index_in_dim(y, _ffn(x, weights["gate_up"], weights["down"]), u, 0)
+    def each(body, bank, like):
+        """body(u, weights) for every valid entry: [distinct, B, width of `like`]."""
 
-    y = jnp.zeros((distinct, *x.shape), jnp.float32)
-    return jax.lax.fori_loop(0, count[0], expert, y), banks
+        def expert(u, out):
+            weights = jax.lax.dynamic_index_in_dim(bank, rows[u], keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(out, body(u, weights), u, 0)
+
+        return jax.lax.fori_loop(0, count[0], expert, jnp.zeros((distinct, *like.shape), like.dtype))
+
+    width = banks["down"].shape[2]
+    hidden = jax.ShapeDtypeStruct((x.shape[0], width), x.dtype)
+    h = each(lambda u, weights: _hidden(x, weights), banks["gate_up"], hidden)
+    if between is not None:
+        banks = between(h, banks)
+    y = each(lambda u, weights: _matmul_t(h[u], weights), banks["down"], jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return y, banks
 
 
 def expert_ffn_round(x, y, layout, span, banks, *, block_rows):
