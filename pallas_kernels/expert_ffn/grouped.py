@@ -93,14 +93,18 @@ def _down_kernel(
     _each_tile(span_ref, n_out // block_out, tile, programs)
 
 
-def grouped_tiles(width: int, model: int) -> dict:
-    """Tile sizes and warps of the two kernels: power-of-two divisors of the real widths."""
-    return {
-        "gate_up": dict(
-            block_out=divisor_block(width, 128), block_in=divisor_block(model, 64), num_warps=8, num_stages=3
-        ),
-        "down": dict(block_out=divisor_block(model, 128), block_in=divisor_block(width, 64), num_warps=8, num_stages=3),
-    }
+def grouped_tiles(width: int, model: int, itemsize: int = 2) -> dict:
+    """Tile sizes and warps of the two kernels: power-of-two divisors of the real widths.
+
+    `itemsize`: bytes of the compute dtype; float32 takes smaller tiles, as all stages of a tile must fit shared memory.
+    """
+    out, step, stages = (128, 64, 3) if itemsize <= 2 else (64, 32, 2)
+
+    def tiles(n_out, n_in):
+        block = dict(block_out=divisor_block(n_out, out), block_in=divisor_block(n_in, step))
+        return dict(**block, num_warps=8, num_stages=stages)
+
+    return {"gate_up": tiles(width, model), "down": tiles(model, width)}
 
 
 @functools.partial(jax.jit, static_argnames=("block_rows", "programs", "tiles", "interpret"))
@@ -166,5 +170,5 @@ def expert_ffn_round(x, y, layout, span, banks, *, block_rows, programs=132, til
     if block_rows < 16 or block_rows & (block_rows - 1):
         raise ValueError(f"block_rows = {block_rows}: must be a power of two >= 16")
     width, model = banks["down"].shape[2], x.shape[1]
-    static = resolve_tiles(grouped_tiles(width, model), tiles, width=width, model=model, least=16)
+    static = resolve_tiles(grouped_tiles(width, model, x.dtype.itemsize), tiles, width=width, model=model, least=16)
     return _run(x, y, layout, span, banks, block_rows=block_rows, programs=programs, tiles=static, interpret=interpret)
