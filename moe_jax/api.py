@@ -409,11 +409,15 @@ class MoE:
         return trace
 
     def verify_slots(self) -> None:
-        """Compares every occupied slot with its expert's bytes in the pool; raises RuntimeError on a difference."""
+        """Compares every occupied slot with its expert's bytes in the pool.
+
+        Raises RuntimeError on a difference, ValueError if the cache's tables contradict each other, MoEJaxError if the
+        model was loaded with transport='resident' and has no pool.
+        """
         engine = self._open_engine()
         if self._builder.pool is None:
             raise MoEJaxError("transport='resident' keeps no pool to compare with")
-        engine.transport.verify(engine.cache)
+        engine.transport.verify(engine.cache, self._builder.pool)
 
     # -------------------------------------------------------------------------------------------------------- lifetime
 

@@ -122,24 +122,18 @@ class Transport(abc.ABC):
     def close(self):  # noqa: B027 (a transport may hold nothing)
         """Releases what the transport holds beside the state and the pool."""
 
-    def verify(self, state, source=None):
-        """Raises RuntimeError unless the tables are inverse and every occupied row holds its expert's bytes.
-
-        `source`: `RowSource` to compare with; default the pool.
-        """
+    def verify(self, state, pool):
+        """Raises ValueError unless the tables are inverse, and RuntimeError unless every occupied row holds the bytes
+        that `pool` has of its expert."""
         slot_of, owner = self.tables(state)
         check_invariants(slot_of, owner)
-        for name, (shape, dtype) in self.spec.tensors.items():
+        for name in self.spec.tensors:
             bank = state.banks[name]
             if device_platform() == "cpu":  # a view; elsewhere row by row, for a bank may exceed host memory
                 bank = np.asarray(bank)
             for row in np.flatnonzero(owner >= 0):
                 layer, expert = divmod(int(owner[row]), self.spec.E)
-                if source is None:
-                    wanted = self.pool.view(layer, name)[expert]
-                else:
-                    wanted = np.empty(shape, dtype)
-                    source.read(layer, expert, name, wanted)
+                wanted = pool.view(layer, name)[expert]
                 if np.asarray(bank[row]).tobytes() != wanted.tobytes():
                     raise RuntimeError(f"bank {name!r} row {row} differs from layer {layer} expert {expert}, its owner")
 

@@ -177,10 +177,10 @@ def occupied(transport, pool, layer=1, expert=2, row=3):
 def test_verify_finds_a_single_wrong_byte(kind, pool):
     transport = make(kind, pool)
     state = occupied(transport, pool)
-    transport.verify(state)
+    transport.verify(state, pool)
     wrong = state.banks["down"].at[3, 1, 1].add(1e-3)
     with pytest.raises(RuntimeError, match="bank 'down' row 3 differs from layer 1 expert 2"):
-        transport.verify(replace(state, banks=state.banks | {"down": wrong}))
+        transport.verify(replace(state, banks=state.banks | {"down": wrong}), pool)
 
 
 @pytest.mark.parametrize("kind", ("device", "callback"))
@@ -192,7 +192,7 @@ def test_verify_finds_tables_that_are_not_inverse(kind, pool):
     else:
         state = replace(state, owner=state.owner.at[2].set(0))
     with pytest.raises(ValueError, match="layer 0 expert 0"):
-        transport.verify(state)
+        transport.verify(state, pool)
 
 
 @pytest.mark.parametrize("kind", ("device", "callback"))
@@ -212,16 +212,12 @@ def test_resident_holds_every_expert_and_is_rebuilt_from_the_pool(pool):
     def fill(layer, name, out):
         out[...] = pool.view(layer, name)
 
-    class Source:
-        def read(self, layer, expert, name, out):
-            out[...] = pool.view(layer, name)[expert]
-
     state = transport.load(transport.create_state(), fill, again=True)
-    transport.verify(state, Source())
+    transport.verify(state, pool)
     assert (transport.tables(state)[0] >= 0).all()
     for leaf in jax.tree.leaves(state.banks):
         leaf.delete()
-    transport.verify(transport.empty(transport.rebuild()), Source())
+    transport.verify(transport.empty(transport.rebuild()), pool)
 
     transport.load(transport.create_state(), fill, again=False)
     with pytest.raises(StateLost, match="load the model again"):
