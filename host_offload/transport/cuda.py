@@ -84,8 +84,8 @@ class Staging:
 class CudaMover:
     """Moves small tables on XLA's stream, and rows on two private streams beside it.
 
-    Two streams, because the gap between two copies of one stream is time in which the link rests. Owner: XLA's execution
-    thread, which runs the host calls one after another.
+    Two streams, because the gap between two copies of one stream is time in which the link rests. Owner: XLA's
+    execution thread, which runs the host calls one after another.
     """
 
     STREAMS = 2
