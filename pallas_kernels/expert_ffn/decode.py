@@ -195,7 +195,8 @@ def expert_ffn_decode(
       banks: {"gate_up": [R, 2F, D], "down": [R, D, F]}; donated by the caller, updated in place.
       pool: {"gate_up": [E, 2F, D], "down": [E, D, F]} in pinned host memory, or None when all rows are resident.
       between: traced `between(h, banks) -> banks` between the two kernels: the place to wait for rows of "down" that
-        were still on their way while "gate_up" was computed.
+        were still on their way while "gate_up" was computed. h are the hidden vectors: [U, F] here when B is 1, else
+        [U, B or more, F].
       tiles: overrides of `decode_tiles` (for the benchmarks).
 
     Returns:

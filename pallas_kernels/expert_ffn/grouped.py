@@ -5,9 +5,9 @@ one expert. A launch has a fixed number of programs, which walk over the tiles o
 device only: the next round's experts can move while it runs.
 
 Limits on a GPU: tensor cores take tiles of 16 and more, so D and F are multiples of 16. A stage of the software
-pipeline holds (BM + 2 block_out) * block_in elements in shared memory: 48 KiB for bf16 at BM 128 and the default tiles,
-twice that for fp32, and there are up to `num_stages` of them. Tiles that do not fit are refused when the kernel is
-compiled, which a lowering without a GPU does not reach.
+pipeline holds (BM + 2 block_out) * block_in elements in shared memory, and there are up to `num_stages` of them: at BM
+128 and the default tiles 3 of 48 KiB for bf16, 2 of 32 KiB for fp32. Tiles that do not fit are refused when the kernel
+is compiled, which a lowering without a GPU does not reach.
 """
 
 import functools

@@ -29,9 +29,14 @@ def random_rows(rng, count, D, F, dtype):
     }
 
 
+def rounded(w, dtype):
+    """Weights as they are multiplied in compute dtype `dtype`, in float64."""
+    return w.astype(dtype).astype(np.float64)
+
+
 def definition(x, weights, expert):
     """down(silu(gate x) * up x) in float64, with weights and hidden vector rounded to the compute dtype of x [B, D]."""
-    exact = {name: w[expert].astype(x.dtype).astype(np.float64) for name, w in weights.items()}
+    exact = {name: rounded(w[expert], x.dtype) for name, w in weights.items()}
     gate, up = np.split(x.astype(np.float64) @ exact["gate_up"].T, 2, axis=1)
     h = (gate / (1 + np.exp(-gate)) * up).astype(x.dtype).astype(np.float64)
     return h @ exact["down"].T
@@ -93,7 +98,7 @@ class Problem:
                 banks[name][row] = self.weights[name][expert]
         return banks
 
-    def run(self, implementation, entries, banks, distinct=5, pool=True):
+    def run(self, implementation, entries, banks, distinct=5, pool=True, **options):
         """entries: [(expert, row, missing, deposit)]. Returns y [count, B, D] and the banks as NumPy."""
         padding = [(0, 0, False, False)] * (distinct - len(entries))
         expert, row, missing, deposit = np.array([*entries, *padding]).T
@@ -107,6 +112,7 @@ class Problem:
             self.pool if pool else None,
             distinct=distinct,
             implementation=implementation,
+            **options,
         )
         assert y.shape == (distinct, self.case.B, self.case.D) and y.dtype == jnp.float32
         return np.asarray(y)[: len(entries)], to_numpy(after)
@@ -161,6 +167,32 @@ def test_decode_does_not_depend_on_what_was_resident_or_where(problem, implement
                 assert all(same_bytes(after[name][row], problem.weights[name][expert]) for name in NAMES)
 
     run()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_of_down_may_arrive_between_the_kernels(problem, implementation):
+    """`between` comes after gate and up and before down: what it does to the down bank is used, bit for bit."""
+    rows = {0: 7, 2: 3, 5: 1}
+    entries = [(e, row, False, False) for e, row in rows.items()]
+    banks = problem.banks(rows)
+    expected, _ = problem.run(implementation, entries, banks, pool=False)
+    seen = []
+
+    def between(h, late):
+        assert h.shape[0] == 5 and h.shape[-1] == problem.case.F and h.dtype == problem.x.dtype
+        assert set(late) == set(NAMES)
+        seen.append(np.asarray(h).reshape(5, -1, problem.case.F)[: len(rows), : problem.case.B])
+        return late | {"down": jnp.asarray(banks["down"])}
+
+    y, after = problem.run(implementation, entries, banks | {"down": problem.junk["down"]}, pool=False, between=between)
+    assert same_bytes(y, expected)
+    assert all(same_bytes(after[name], banks[name]) for name in NAMES)
+    # The hidden vectors are whole by then.
+    for h, expert in zip(seen[0], rows, strict=True):
+        gate_up = rounded(problem.weights["gate_up"][expert], problem.x.dtype)
+        gate, up = np.split(problem.x.astype(np.float64) @ gate_up.T, 2, axis=1)
+        hidden = gate / (1 + np.exp(-gate)) * up
+        np.testing.assert_allclose(h.astype(np.float64), hidden, rtol=2**-7, atol=tolerance(problem.x.dtype))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

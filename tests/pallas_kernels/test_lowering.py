@@ -128,11 +128,11 @@ def row_arrays(shape, rows, dtype):
     }
 
 
-def decode_kernels(shape, B, rows, *, row_dtype=jnp.bfloat16, compute=jnp.bfloat16, offload=True):
+def decode_kernels(shape, B, rows, *, row_dtype=jnp.bfloat16, compute=jnp.bfloat16, offload=True, between=None):
     distinct = min(shape.E, B * shape.K)
     entry = arrays(distinct)
     return lower(
-        functools.partial(expert_ffn_decode, distinct=distinct, implementation="pallas"),
+        functools.partial(expert_ffn_decode, distinct=distinct, between=between, implementation="pallas"),
         arrays(B, shape.D, dtype=compute),
         entry,
         entry,
@@ -191,6 +191,21 @@ def test_decode_with_everything_resident_and_at_other_shares(model, share):
     rows = max(shape.E, int(shape.L * shape.E * share))
     check_offsets(decode_kernels(shape, 1, rows, offload=False))
     check_offsets(decode_kernels(shape, 1, rows + shape.K))
+
+
+@pytest.mark.parametrize("B", [1, 16])
+def test_decode_with_a_hook_between_its_kernels(B):
+    """The hook gets what the first kernel computed, as arrays that a host call can take."""
+    shape, seen = MODELS["qwen3-30b-a3b"], []
+
+    def between(h, banks):
+        seen.append((h.shape, h.dtype))
+        return banks
+
+    kernels = decode_kernels(shape, B, 264, offload=False, between=between)
+    assert [name for name, _ in kernels] == ["expert_ffn_gate_up", "expert_ffn_down"]
+    distinct = min(shape.E, B * shape.K)
+    assert seen == [((distinct, shape.F) if B == 1 else (distinct, B, shape.F), jnp.bfloat16)]
 
 
 @pytest.mark.parametrize("B", [1, 4])
