@@ -22,7 +22,9 @@ def events(draw):
     capacity = draw(st.integers(0, L * E))
     global_scope = draw(st.booleans())
     layer = draw(st.integers(0, L - 1))
-    ids = draw(st.lists(st.integers(0, L * E - 1), unique=True, max_size=L * E))
+    ids = draw(st.permutations(range(L * E)))
+    if not draw(st.booleans()):  # else the cache is full, so that rows of evicted experts are needed
+        ids = ids[: draw(st.integers(0, L * E))]
     kept, count = [], {0: 0, 1: 0}
     for i in ids:
         if (len(kept) if global_scope else count[i // E]) < capacity:
