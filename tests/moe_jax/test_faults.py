@@ -230,6 +230,21 @@ def test_an_interrupt_between_programs(program, moment, moe, monkeypatch):
     monkeypatch.undo()
 
 
+def test_an_interrupt_after_a_fault_leaves_nothing_to_report(moe, policy, monkeypatch):
+    """The call that the fault belonged to is gone; the next one must not be blamed for it."""
+    run = moe._engine.programs.run
+
+    def interrupted(*args):
+        run(*args)
+        raise KeyboardInterrupt
+
+    policy.countdown = 1
+    monkeypatch.setattr(moe._engine.programs, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        moe.generate(PROMPT, NEW, eos_token_id=[])
+    monkeypatch.undo()
+
+
 def test_an_interrupt_in_forward(moe, monkeypatch):
     before = moe.forward(PROMPT)
     run = moe._engine.programs.run
