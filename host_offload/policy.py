@@ -24,11 +24,18 @@ class Policy(abc.ABC):
     `name` is the registry name. Policies that keep the very same statistics (equal `init`, `observe` and `reset`) may
     set `shares` to a common word: a `PolicySet` then keeps and updates one copy for all of them. A policy that sets
     `uses_scores = False` gets zeros for `scores` in the callback transport, which then need not read them back.
+
+    A policy that must know what the cache holds (since when an expert is in it, who left) sets `in_cache = True`:
+    `bound` is then called once after `init`, and `commit` at the end of every event. For others nothing is computed.
+    A policy whose state is more than arrays sets `host_only = True`: it runs under NumPy alone, in the callback
+    transport and the simulator's NumPy back end.
     """
 
     name: str = ""
     shares: str | None = None
     uses_scores: bool = True
+    in_cache: bool = False
+    host_only: bool = False
 
     @abc.abstractmethod
     def init(self, xp, L, E, seed):
@@ -46,9 +53,42 @@ class Policy(abc.ABC):
     def priority(self, xp, state, layer, expert, t):
         """Returns float32 [n], higher = keep, for the pairs `layer`, `expert` [n] int32 at clock `t`; NaN is lowest."""
 
+    def bound(self, xp, state, capacity, global_scope):
+        """Returns the state of an empty cache that `init` made, once the cache's size is known (`in_cache` only).
+
+        `capacity` [L] int32: slots of each layer, or L times the total when `global_scope`, a bool scalar array. Both
+        may be traced, so that one program serves caches of many sizes.
+        """
+        return state
+
+    def commit(self, xp, state, layer, resident, t):
+        """Returns the state at the end of an event, after its evictions and insertions (`in_cache` only).
+
+        `resident` [L, E] bool: the experts that now have a slot; `layer`, `t` as `observe` got them for this event. A
+        policy learns who came and who left by comparing with what it kept.
+        """
+        return state
+
     def reset(self, xp, state):
         """Returns the state at the start of a request; by default nothing is forgotten."""
         return state
+
+
+def fresh_state(policy, xp, L, E, seed, capacity, global_scope):
+    """Returns the state of `policy` over an empty cache: `init`, then `bound` if the policy follows the cache.
+
+    `capacity` [L] int32 and `global_scope` bool as `Policy.bound` takes them. Raises ValueError for a `host_only`
+    policy unless `xp` is NumPy.
+    """
+    if policy.host_only and xp is not np:
+        raise ValueError(
+            f"policy {policy.name!r} keeps more than arrays and runs on the host only: use transport 'callback', or "
+            "back end 'numpy' in the simulator"
+        )
+    state = policy.init(xp, L, E, seed)
+    if policy.in_cache:
+        state = policy.bound(xp, state, xp.asarray(capacity, xp.int32), xp.asarray(global_scope, bool))
+    return state
 
 
 def set_row(xp, array, layer, row):
@@ -249,7 +289,8 @@ class PolicySet(Policy):
             raise ValueError("policies: a PolicySet needs at least one policy")
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"policies: names in a PolicySet must differ, got {list(self.names)}")
-        self.uses_scores = any(policy.uses_scores for policy in self.policies)
+        for flag in ("uses_scores", "in_cache", "host_only"):
+            setattr(self, flag, any(getattr(policy, flag) for policy in self.policies))
         self._keys = tuple(policy.shares or policy.name for policy in self.policies)
         self._groups = dict(zip(reversed(self._keys), reversed(self.policies), strict=True))
         if "select" in self._groups:
@@ -281,6 +322,16 @@ class PolicySet(Policy):
             value = policy.priority(xp, state[key], layer, expert, t)
             chosen = value if chosen is None else xp.where(state["select"] == index, value, chosen)
         return chosen
+
+    def bound(self, xp, state, capacity, global_scope):
+        return self._follow(state, lambda policy, own: policy.bound(xp, own, capacity, global_scope))
+
+    def commit(self, xp, state, layer, resident, t):
+        return self._follow(state, lambda policy, own: policy.commit(xp, own, layer, resident, t))
+
+    def _follow(self, state, update):
+        seen = {key: update(policy, state[key]) for key, policy in self._groups.items() if policy.in_cache}
+        return {**state, **seen}
 
     def reset(self, xp, state):
         fresh = {key: policy.reset(xp, state[key]) for key, policy in self._groups.items()}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.plan import check_invariants
+from host_offload.policy import fresh_state
 from host_offload.slots import round_group, spare_rows
 
 
@@ -66,7 +67,8 @@ class Transport(abc.ABC):
 
     def fresh_policy(self, xp):
         """The policy's state before the first event."""
-        state = self.policy.init(xp, self.spec.L, self.spec.E, self.seed)
+        spec, budget = self.spec, self.budget
+        state = fresh_state(self.policy, xp, spec.L, spec.E, self.seed, budget.capacities, budget.scope == "global")
         return state if self.select is None else self.policy.with_selected(state, self.select)
 
     @property

@@ -183,6 +183,12 @@ class CallbackTransport(Transport):
         self._counters[layer] += (np.count_nonzero(plan.hit), missed, bypassed, plan.n_evicted)
         return plan
 
+    def _apply(self, plan, t):
+        apply(np, plan, self._slot_of, self._owner)
+        if self.policy.in_cache:
+            resident = self._slot_of >= 0
+            self._policy_state = self.policy.commit(np, self._policy_state, plan.layer, resident, t)
+
     def _settle(self):
         """Decides the decode event that was served last, if that is still to do: who stays, who leaves.
 
@@ -191,7 +197,7 @@ class CallbackTransport(Transport):
         if self._unsettled is not None:
             (layer, need, arrays), self._unsettled = self._unsettled, None
             t = self._observe(layer, need, arrays)
-            apply(np, self._plan(layer, need, t, True), self._slot_of, self._owner)
+            self._apply(self._plan(layer, need, t, True), t)
 
     def _on_decode(self, layer, ctx, out, values, banks):
         E = self.spec.E
@@ -230,6 +236,6 @@ class CallbackTransport(Transport):
         plan = self._plan(layer, need, t, False)
         order = schedule_rounds(np, plan, need, self._slot_of, self._owner, group=self.group)
         self._rounds.begin(ctx, layer, banks, order)
-        apply(np, plan._replace(dest=order.dest), self._slot_of, self._owner)
+        self._apply(plan._replace(dest=order.dest), t)
         for name in ("position", "row", "bounds", "rounds"):
             self.mover.store(ctx, out[name], getattr(order, name))

@@ -43,9 +43,16 @@ class GraphTransport(Transport):
             self._calls.mover.close()
 
     def create_state(self) -> SlotCache:
+        return self._fresh(empty_banks(self.spec, self.rows))
+
+    def empty(self, state):
+        """The same banks with nobody in them and a policy that has seen nothing."""
+        return self._fresh(state.banks)
+
+    def _fresh(self, banks):
         L, E = self.spec.L, self.spec.E
         return SlotCache(
-            banks=empty_banks(self.spec, self.rows),
+            banks=banks,
             slot_of=jnp.full((L, E), -1, jnp.int32),
             owner=jnp.full((self.rows,), -1, jnp.int32),
             resident=jnp.zeros((1,), jnp.int32),
@@ -62,20 +69,6 @@ class GraphTransport(Transport):
     def operands(self):
         control = control_vector(self.budget, self.forced_admit)
         return {"pool": self.pool.slabs if self.pool else None, "control": jnp.asarray(control)}
-
-    def empty(self, state):
-        """The same banks with nobody in them and a policy that has seen nothing."""
-        L, E = self.spec.L, self.spec.E
-        return replace(
-            state,
-            slot_of=jnp.full((L, E), -1, jnp.int32),
-            owner=jnp.full((self.rows,), -1, jnp.int32),
-            resident=jnp.zeros((1,), jnp.int32),
-            counters=jnp.zeros((L, 4), jnp.int32),
-            policy=self.fresh_policy(jnp),
-            step=jnp.zeros((), jnp.int32),
-            error=jnp.zeros((1,), jnp.int32),
-        )
 
     def tables(self, state):
         return np.asarray(state.slot_of), np.asarray(state.owner)
@@ -150,6 +143,13 @@ class GraphTransport(Transport):
             counters=state.counters.at[plan.layer].add(change, mode="promise_in_bounds"),
         )
 
+    def _commit(self, layer, t, state):
+        """The policy at the end of the event, if it follows what the cache holds; otherwise nothing is traced."""
+        if not (self.plans and self.policy.in_cache):
+            return state
+        with jax.named_scope("policy"):
+            return replace(state, policy=self.policy.commit(jnp, state.policy, layer, state.slot_of >= 0, t))
+
     def _decode(self, layer, x, ids, weights, scores, live, state, pool, control):
         E = self.spec.E
         pairs = ids.reshape(-1)
@@ -189,6 +189,7 @@ class GraphTransport(Transport):
                     counters=counters.reshape(state.counters.shape),
                     resident=resident,
                 )
+        state = self._commit(layer, t, state)
         distinct = min(E, pairs.shape[0])
         with jax.named_scope("expert_ffn"):
             y, banks = expert_ffn_decode(
@@ -206,6 +207,7 @@ class GraphTransport(Transport):
             plan = self._plan(layer, need, state, control, t, assign_rows=False)
             order = schedule_rounds(jnp, plan, need, state.slot_of, state.owner, group=self.group)
             state = self._apply(plan._replace(dest=order.dest), state)
+        state = self._commit(layer, t, state)
         if self.pool is None:
             order = order._replace(rounds=jnp.ones((), jnp.int32))
             return serve_rounds(self, layer, x, ids, weights, live, order, state, None, None, block_rows)
