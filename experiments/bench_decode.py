@@ -2,31 +2,57 @@
 
     python experiments/bench_decode.py --shape qwen3-30b-a3b --layers 24
 
-Fails (exit 1) if a figure would not mean what it says: a hit rate more than 5 points from the slot share, a layer that saw less than
-90 % of its experts, or a code path that is not the compiled kernels.
+Fails (exit 1) if a figure would not mean what it says: a hit rate more than 5 points from the slot share, a layer that
+saw less than 90 % of its experts, or a code path that is not the compiled kernels.
 """
 
 import json
 import logging
 import time
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from flax import nnx
 from random_model import SHAPES, random_parts, small
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 from moe_jax import MoE, OffloadConfig
 from moe_jax.floors import find_ceilings
 
-app = typer.Typer(add_completion=False)
-console = Console(width=150)
+console = Console(width=170)
+
+# Column of the printed table -> (key of a row, format).
+COLUMNS = {
+    "transport": ("transport", "s"),
+    "share": ("share", ".2f"),
+    "hit": ("hit_rate", ".3f"),
+    "ms/token": ("ms_per_token", ".3f"),
+    "us/layer": ("us_per_layer", ".1f"),
+    "no head": ("us_per_layer_without_head", ".1f"),
+    "misses": ("misses_per_layer", ".2f"),
+    "link ms": ("link_floor_ms", ".3f"),
+    "HBM ms": ("hbm_floor_ms", ".3f"),
+    "efficiency": ("efficiency", ".3f"),
+    "GB/s": ("link_gb_per_second", ".1f"),
+    "prefill ms": ("prefill_ms", ".1f"),
+    "moved GB": ("prefill_gb", ".2f"),
+    "x link": ("prefill_over_link", ".2f"),
+    "kernel": ("kernel", "s"),
+}
 
 
-def experts_seen(moe, steps):
+def shown(row: dict) -> list[str]:
+    """The cells of a row; a figure that was not measured is a dash."""
+    return ["-" if row.get(key) is None else format(row[key], style) for key, style in COLUMNS.values()]
+
+
+def experts_seen(moe: MoE, steps: int) -> float:
     """Smallest share of its experts that any layer used in the last `steps` decode steps, from the policy's clocks."""
     transport, state = moe._engine.transport, moe._engine.cache
     seen = transport._policy_state if transport.name == "callback" else state.policy
@@ -35,10 +61,9 @@ def experts_seen(moe, steps):
     return float((last >= since).mean(axis=1).min())
 
 
-def head_seconds(moe):
+def head_seconds(moe: MoE) -> float:
     """Time of final norm, head and greedy choice of one token, to report figures without them."""
     engine = moe._engine
-    from flax import nnx
 
     def head(params, x):
         model = nnx.merge(engine._graphdef, params)
@@ -57,144 +82,163 @@ def head_seconds(moe):
     return (time.perf_counter() - started) / 32
 
 
-@app.command()
+def median(runs: list[dict]) -> dict:
+    """The run of median time: one run in many is slow when the host is busy."""
+    return sorted(runs, key=lambda run: run["seconds"] / run["steps"])[len(runs) // 2]
+
+
+def last(moe: MoE, phase: str) -> dict:
+    """Figures of the last call."""
+    return moe.stats()["last"][phase]
+
+
+def measure(moe: MoE, prompt, long_prompt, tokens: int, repeats: int, floors: dict, head: float) -> dict:
+    """One row: decode after `prompt`, and the prefill of `long_prompt` if it has tokens."""
+    spec = moe._engine.transport.spec
+    runs = []
+    for _ in range(repeats):
+        moe.generate(prompt, tokens + 1, eos_token_id=[])
+        runs.append(last(moe, "decode"))
+    run = median(runs)
+    seconds = run["seconds"] / run["steps"]
+    missed = run["bytes_per_token"] or 0.0
+    link, memory = missed / floors["link"], floors["bytes"] / floors["memory"]
+    row = {
+        "hit_rate": run["hit_rate"],
+        "ms_per_token": seconds * 1e3,
+        "ms_per_token_of_runs": [r["seconds"] / r["steps"] * 1e3 for r in runs],
+        "us_per_layer": seconds / spec.L * 1e6,
+        "us_per_layer_without_head": (seconds - head) / spec.L * 1e6,
+        "misses_per_layer": run["misses"] / run["steps"] / spec.L,
+        "link_floor_ms": link * 1e3,
+        "hbm_floor_ms": memory * 1e3,
+        "efficiency": (memory + link) / seconds,
+        "link_gb_per_second": missed / seconds / 1e9,
+        "kernel": moe.stats()["kernel"][0],
+        "experts_seen": experts_seen(moe, run["steps"]) if moe._engine.transport.plans else 1.0,
+    }
+    if len(long_prompt):
+        runs = []
+        for _ in range(repeats + 1):  # the first compiles and fills the slots
+            moe.generate(long_prompt, 1, eos_token_id=[])
+            runs.append(last(moe, "prefill"))
+        run = median(runs[1:])
+        moved = run["bytes_moved"]
+        row |= {
+            "prefill_ms": run["seconds"] * 1e3,
+            "prefill_gb": moved / 1e9,
+            "prefill_over_link": run["seconds"] * floors["link"] / moved if moved else None,
+        }
+    return row
+
+
+def problems_of(row: dict) -> list[str]:
+    """Why a row would mislead."""
+    found = []
+    if abs(row["hit_rate"] - row["share"]) > 0.05:
+        found.append(f"hit rate {row['hit_rate']:.3f} is over 5 points from the slot share")
+    if row["experts_seen"] < 0.9:
+        found.append(f"a layer saw only {row['experts_seen']:.0%} of its experts")
+    if "pallas-triton" not in row["kernel"]:
+        found.append(f"ran {row['kernel']}, not the compiled kernels")
+    return [f"{row['transport']} {row['share']}: {problem}" for problem in found]
+
+
 def main(
-    shape: str = typer.Option("qwen3-30b-a3b", help=f"layer shapes: {', '.join(SHAPES)}"),
-    layers: int = typer.Option(None, help="decoder layers (default: all of the model)"),
-    context: int = typer.Option(512, help="prompt tokens"),
-    tokens: int = typer.Option(64, help="decode tokens timed"),
-    warmup: int = typer.Option(32, help="decode tokens before"),
-    shares: str = typer.Option("1.0,0.5,0.25", help="slot shares"),
-    transports: str = typer.Option("device,callback", help="transports"),
-    repeats: int = typer.Option(3, help="timed runs of each setting; the median is reported"),
-    prefill: int = typer.Option(8192, help="tokens of the timed prefill; 0: none"),
-    policy: str = typer.Option("lru"),
-    decode_chunk: int = typer.Option(32),
-    resident: bool = typer.Option(False, help="also time the resident mode"),
-    dry: bool = typer.Option(False, help="shrunken model on any platform, no checks: does it run?"),
-    out: Path = typer.Option(None, help="write the figures as JSON"),
-    verify: bool = typer.Option(False, help="at the smallest share, compare every occupied slot with its expert byte for byte"),
-    link_gbps: float = typer.Option(None, help="link ceiling; default: measured"),
-    hbm_gbps: float = typer.Option(None, help="memory ceiling; default: measured"),
-    hlo: Path = typer.Option(None, help="write the optimised HLO of the programs to this directory"),
-    profile: Path = typer.Option(None, help="write a jax profile of the decode steps to this directory"),
+    shape: Annotated[str, Option(help=f"layer shapes: {', '.join(SHAPES)}")] = "qwen3-30b-a3b",
+    layers: Annotated[int | None, Option(help="decoder layers (default: all of the model)")] = None,
+    context: Annotated[int, Option(help="prompt tokens")] = 512,
+    tokens: Annotated[int, Option(help="decode tokens timed")] = 64,
+    warmup: Annotated[int, Option(help="decode tokens before")] = 32,
+    shares: Annotated[str, Option(help="slot shares")] = "1.0,0.5,0.25",
+    transports: Annotated[str, Option(help="of device, callback, resident; the first must not be resident")] = (
+        "device,callback"
+    ),
+    repeats: Annotated[int, Option(help="timed runs of each setting; the median is reported")] = 3,
+    prefill: Annotated[int, Option(help="tokens of the timed prefill; 0: none")] = 8192,
+    policy: Annotated[str, Option(help="cache policy with access clocks: lru, lfu or lfru")] = "lru",
+    decode_chunk: Annotated[int, Option(help="decode steps a jit call")] = 32,
+    dry: Annotated[bool, Option(help="shrunken model on any platform, no checks: does it run?")] = False,
+    verify: Annotated[bool, Option(help="at the smallest share, compare every occupied slot byte for byte")] = False,
+    link_gbps: Annotated[float | None, Option(help="link ceiling; default: measured")] = None,
+    hbm_gbps: Annotated[float | None, Option(help="memory ceiling; default: measured")] = None,
+    out: Annotated[Path | None, Option(help="write the figures as JSON")] = None,
+    hlo: Annotated[Path | None, Option(help="write the optimised HLO of the programs to this directory")] = None,
+    profile: Annotated[Path | None, Option(help="write jax profiles, apart from the timed runs, here")] = None,
 ):
     """Runs every transport at every slot share over one pool."""
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("moe_jax").setLevel(logging.INFO)
     ceilings = find_ceilings(link_gbps, hbm_gbps)
-    link, memory = ceilings.link_gbps * 1e9, ceilings.memory_gbps * 1e9
+    device = jax.devices()[0].device_kind
     console.print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: link {link / 1e9:.1f} GB/s, memory read {memory / 1e12:.2f} TB/s"
+        f"{device}, jax {jax.__version__}: link {ceilings.link_gbps:.1f}, memory {ceilings.memory_gbps:.0f} GB/s"
     )
-    changes = small(shape) if dry else {}
-    parts = random_parts(shape, layers, **changes)
+    parts = random_parts(shape, layers, **(small(shape) if dry else {}))
     spec, cfg = parts.spec, parts.cfg
     dense = sum(leaf.nbytes for leaf in jax.tree.leaves(parts.params)) - parts.params["embed"]["weight"].nbytes
-    console.print(
-        f"{shape}: {spec.L} layers x {spec.E} experts x {spec.row_bytes / 1e6:.2f} MB, dense {dense / 1e9:.2f} GB"
+    console.print(f"{shape}: {spec.L} x {spec.E} experts of {spec.row_bytes / 1e6:.2f} MB, dense {dense / 1e9:.2f} GB")
+
+    slot_shares = [float(share) for share in shares.split(",")]
+    cases = [(t, s) for t in transports.split(",") for s in (slot_shares if t != "resident" else [1.0])]
+    config = OffloadConfig(
+        transport=cases[0][0],
+        cache_rate=cases[0][1],
+        policy=policy,
+        decode_chunk=decode_chunk,
+        max_batch=1,
+        max_sequence_length=min(max(prefill, context + warmup + tokens) + 64, cfg.max_position_embeddings),
+        prefill_chunk=max(prefill, 512),
+        progress=False,
+        device_memory_ratio=0.95,
     )
-    longest = max(prefill, context + warmup + tokens) + 64
-    base = dict(
-        policy=policy, decode_chunk=decode_chunk, max_batch=1, max_sequence_length=min(longest, cfg.max_position_embeddings),
-        prefill_chunk=max(prefill, 512), progress=False, device_memory_ratio=0.95,
-    )  # fmt: skip
-    first = [t for t in transports.split(",") if t != "resident"][0]
-    moe = MoE.from_parts(parts, OffloadConfig(transport=first, cache_rate=float(shares.split(",")[0]), **base))
-    console.print(f"load {moe.load_seconds:.1f} s")
     rng = np.random.default_rng(0)
-    prompt = rng.integers(0, cfg.vocab_size, context).astype(np.int32)
-    long_prompt = rng.integers(0, cfg.vocab_size, max(prefill, 1)).astype(np.int32)
-    kv_bytes = cfg.kv_bytes_per_token(parts.dtype) * (context + warmup + tokens // 2)
-    hbm_floor = (dense + kv_bytes + spec.L * cfg.num_experts_per_tok * spec.row_bytes) / memory
-    head = head_seconds(moe)
+    prompt, long_prompt = (rng.integers(0, cfg.vocab_size, n).astype(np.int32) for n in (context, prefill))
+    kv = cfg.kv_bytes_per_token(parts.dtype) * (context + tokens // 2)
+    floors = {
+        "link": ceilings.link_gbps * 1e9,
+        "memory": ceilings.memory_gbps * 1e9,
+        "bytes": dense + kv + spec.L * cfg.num_experts_per_tok * spec.row_bytes,
+    }
     rows, problems = [], []
-    table = Table(title=f"{shape}, {spec.L} layers, batch 1, context {context}, policy {policy}")
-    for column in ("transport", "share", "hit", "ms/token", "us/layer", "no head", "misses/layer", "link ms", "HBM ms", "efficiency", "GB/s", "prefill ms", "moved GB", "x link", "kernel"):  # fmt: skip
-        table.add_column(column, justify="right")
-    cases = [(t, float(s)) for t in transports.split(",") for s in shares.split(",")]
-    for transport, share in cases + ([("resident", 1.0)] if resident else []):
-        if transport == "resident":
-            moe.set_cache(transport="resident")
-        else:
-            moe.set_cache(transport=transport, cache_rate=share)
-        moe.generate(prompt, warmup, eos_token_id=[])
-        runs = []
-        for _ in range(repeats):
-            moe.generate(prompt, tokens + 1, eos_token_id=[])
-            stats = moe.stats()
-            decode = stats["last"]["decode"]
-            runs.append((decode["seconds"] / decode["steps"], decode))
-        # The median run, with its own misses: one run in many is slow when the host is busy.
-        seconds, decode = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
-        seen = experts_seen(moe, decode["steps"]) if transport != "resident" else 1.0
-        missed = decode["bytes_per_token"] or 0.0
-        link_floor = missed / link
-        row = dict(
-            transport=transport, share=share, hit_rate=decode["hit_rate"], ms_per_token=seconds * 1e3,
-            us_per_layer=seconds / spec.L * 1e6, us_per_layer_without_head=(seconds - head) / spec.L * 1e6,
-            misses_per_layer=decode["misses"] / decode["steps"] / spec.L, link_floor_ms=link_floor * 1e3,
-            hbm_floor_ms=hbm_floor * 1e3, ms_per_token_of_runs=[run[0] * 1e3 for run in runs], efficiency=(hbm_floor + link_floor) / seconds, kernel=stats["kernel"][0],
-            experts_seen=seen, link_gb_per_second=missed / seconds / 1e9,
-        )  # fmt: skip
-        if prefill:
-            prefills = []
-            for _ in range(repeats + 1):
-                moe.generate(long_prompt, 1, eos_token_id=[])
-                prefills.append(moe.stats()["last"]["prefill"])
-            p = sorted(prefills[1:], key=lambda run: run["seconds"])[repeats // 2]
-            row |= dict(
-                prefill_ms=p["seconds"] * 1e3, prefill_bytes=p["bytes_moved"],
-                prefill_over_link=p["seconds"] / (p["bytes_moved"] / link) if p["bytes_moved"] else None,
-            )  # fmt: skip
-        if profile:
-            with jax.profiler.trace(str(profile / f"{transport}-{share}-decode")):
-                moe.generate(prompt, tokens + 1, eos_token_id=[])
-            if prefill:
-                with jax.profiler.trace(str(profile / f"{transport}-{share}-prefill")):
-                    moe.generate(long_prompt, 1, eos_token_id=[])
-        rows.append(row)
-        if transport != "resident" and not dry:
-            if abs(decode["hit_rate"] - share) > 0.05:
-                problems.append(
-                    f"{transport} {share}: hit rate {decode['hit_rate']:.3f} is over 5 points from the slot share"
-                )
-            if seen < 0.9:
-                problems.append(f"{transport} {share}: a layer saw only {seen:.0%} of its experts")
-            if "pallas-triton" not in stats["kernel"][0]:
-                problems.append(f"{transport} {share}: ran {stats['kernel'][0]}, not the compiled kernels")
-        if verify and share == min(float(s) for s in shares.split(",")) and transport != "resident":
-            moe.verify_slots()
-            console.print(f"{transport} {share}: every occupied slot holds its expert's bytes")
-        values = [transport, f"{share:.2f}", f"{row['hit_rate']:.3f}", f"{row['ms_per_token']:.3f}", f"{row['us_per_layer']:.1f}", f"{row['us_per_layer_without_head']:.1f}", f"{row['misses_per_layer']:.2f}", f"{row['link_floor_ms']:.3f}", f"{row['hbm_floor_ms']:.3f}", f"{row['efficiency']:.3f}", f"{row['link_gb_per_second']:.1f}"]  # fmt: skip
-        if prefill:
-            ratio = row["prefill_over_link"]
-            values += [
-                f"{row['prefill_ms']:.1f}",
-                f"{row['prefill_bytes'] / 1e9:.2f}",
-                f"{ratio:.2f}" if ratio else "-",
-            ]
-        else:
-            values += ["-", "-", "-"]
-        table.add_row(*values, row["kernel"])
-        console.print(" ".join(values), highlight=False)
+    with MoE.from_parts(parts, config) as moe:
+        console.print(f"load {moe.load_seconds:.1f} s")
+        head = head_seconds(moe)
+        for transport, share in cases:
+            size = {} if transport == "resident" else {"cache_rate": share}
+            moe.set_cache(transport=transport, **size)
+            moe.generate(prompt, warmup, eos_token_id=[])
+            row = {"transport": transport, "share": share}
+            row |= measure(moe, prompt, long_prompt, tokens, repeats, floors, head)
+            rows.append(row)
+            console.print("  ".join(shown(row)), highlight=False)
+            if not dry and transport != "resident":
+                problems += problems_of(row)
+            if verify and share == min(slot_shares) and transport != "resident":
+                moe.verify_slots()
+                console.print(f"{transport} {share}: every occupied slot holds its expert's bytes")
+            if profile:
+                for name, ids, new in (("decode", prompt, tokens + 1), ("prefill", long_prompt, 1)):
+                    if len(ids):
+                        with jax.profiler.trace(str(profile / f"{transport}-{share}-{name}")):
+                            moe.generate(ids, new, eos_token_id=[])
+        if hlo:
+            hlo.mkdir(parents=True, exist_ok=True)
+            for index, (name, text) in enumerate(moe._engine.programs.texts()):
+                (hlo / f"{index}-{name}.txt").write_text(text)
+        compiled = moe.stats()["total"]["compile_seconds"]
+    table = Table(*COLUMNS, title=f"{shape}, {spec.L} layers, batch 1, context {context}, policy {policy}")
+    for row in rows:
+        table.add_row(*shown(row))
     console.print(table)
-    console.print(
-        f"head and greedy choice: {head * 1e6:.1f} us a token; compile: {moe.stats()['total']['compile_seconds']:.0f} s"
-    )
-    if hlo:
-        hlo.mkdir(parents=True, exist_ok=True)
-        for index, (name, text) in enumerate(moe._engine.programs.texts()):
-            (hlo / f"{index}-{name}.txt").write_text(text)
+    console.print(f"head and greedy choice: {head * 1e6:.1f} us a token; compile: {compiled:.0f} s")
     if out:
-        out.write_text(
-            json.dumps({"device": jax.devices()[0].device_kind, "link": link, "memory": memory, "rows": rows}, indent=1)
-        )
-    moe.close()
+        figures = {"device": device, "link_gbps": ceilings.link_gbps, "memory_gbps": ceilings.memory_gbps, "rows": rows}
+        out.write_text(json.dumps(figures, indent=1))
     for problem in problems:
         console.print(f"[red]not valid:[/red] {problem}")
     raise typer.Exit(1 if problems else 0)
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

@@ -1,9 +1,9 @@
-"""Does this machine give the same tokens whatever the cache does? Walks transports, policies, slots, scopes and contracts.
+"""Does this machine give the same tokens whatever the cache does? Walks transports, policies, slots and contracts.
 
     python experiments/check_lossless.py [--model DIR]
 
-Every run must give the tokens of the resident mode, after every decode step each occupied slot must hold its expert's bytes,
-and a fault planted in a copy must surface as an error, after which the next call is right again. Exit 1 if not.
+Every run must give the tokens of the resident mode, after every decode step each occupied slot must hold its expert's
+bytes, and a fault planted in a copy must surface as an error, after which the next call is right again. Exit 1 if not.
 """
 
 import itertools

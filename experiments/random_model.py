@@ -1,7 +1,7 @@
 """Models of real layer shapes with random weights, built in memory: what the benchmarks run.
 
-Layer outputs are scaled down, so the hidden state stays close to the token's embedding: routing then depends on the token and is
-close to uniform, and the hit rate of a recency policy is close to the share of experts that have a slot.
+Layer outputs are scaled down, so the hidden state stays close to the token's embedding: routing then depends on the
+token and is close to uniform, and the hit rate of a recency policy is close to the share of experts with a slot.
 """
 
 import dataclasses
@@ -23,27 +23,55 @@ SHAPES = {
     "qwen3-30b-a3b": (
         Qwen3MoeConfig,
         dict(
-            vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
-            num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
-            norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=40960, rope_theta=1e6,
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            max_position_embeddings=40960,
+            rope_theta=1e6,
         ),
     ),
     "olmoe-1b-7b": (
         OlmoeConfig,
         dict(
-            vocab_size=50304, hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16,
-            num_key_value_heads=16, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False,
-            max_position_embeddings=16384, rope_theta=1e4,
+            vocab_size=50304,
+            hidden_size=2048,
+            intermediate_size=1024,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            num_experts=64,
+            num_experts_per_tok=8,
+            norm_topk_prob=False,
+            max_position_embeddings=16384,
+            rope_theta=1e4,
         ),
     ),
     "mixtral-8x7b": (
         MixtralConfig,
         dict(
-            vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-            num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=32768, rope_theta=1e6,
+            vocab_size=32000,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=32768,
+            rope_theta=1e6,
         ),
     ),
-}  # fmt: skip
+}
 
 # Output projections are this much smaller than usual.
 QUIET = 0.02
@@ -83,7 +111,7 @@ class RandomRows:
 
 
 def random_parts(shape: str, layers: int | None = None, dtype="bfloat16", seed: int = 0, **changes) -> Parts:
-    """`Parts` for `MoE.from_parts`: the named shape with `layers` layers (default: all) and random weights on the device.
+    """`Parts` for `MoE.from_parts`: the named shape with `layers` layers (default: all), random weights on the device.
 
     `changes` override config fields (tests use a small model).
     """

@@ -1,5 +1,7 @@
 """Mixture-of-Experts models in JAX with experts offloaded to pinned host memory.
 
+Example::
+
     from moe_jax import MoE
 
     with MoE("path/or/hub-id", {"cache_rate": 0.25}) as moe:

@@ -81,7 +81,7 @@ class MoE:
 
     @classmethod
     def from_parts(cls, parts, config=None, *, policy=None, name="model", pool=None) -> "MoE":
-        """A model from `engine.loading.Parts` that did not come from files (random weights in benchmarks); no tokenizer.
+        """A model from `engine.loading.Parts` that did not come from files (random weights, say); no tokenizer.
 
         `pool`: a filled `ExpertPool` to use, else one is filled from `parts.store`.
         """
@@ -157,11 +157,11 @@ class MoE:
             streamer: object with `put(value)` and `end()`, such as transformers' TextStreamer.
             seed: of the draws; default the configuration's.
             trace: record routing for `trace()`; default the configuration's `trace`.
-            sampling: `do_sample, temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, pad_token_id, stop`;
-                see `SamplingParams`. generation_config.json gives the defaults.
+            sampling: `do_sample, temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, pad_token_id`,
+                `stop`; see `SamplingParams`. generation_config.json gives the defaults.
 
         Returns:
-            For ids: int32 [B, T + new] prompt and new ids ([T + new] for one sequence). For text: the new text, or a list.
+            For ids: int32 [B, T + new], prompt and new ids ([T + new] for one sequence). For text: the new text(s).
 
         Raises:
             InputError, ConfigError: before any work. TransportError: experts could not be moved; `error.partial` holds
@@ -191,14 +191,20 @@ class MoE:
     __call__ = generate
 
     def stream(
-        self, inputs: Any, max_new_tokens: int | None = None, *, seed: int | None = None, trace: bool | None = None, **sampling
-    ) -> Iterator[str]:  # fmt: skip
+        self,
+        inputs: Any,
+        max_new_tokens: int | None = None,
+        *,
+        seed: int | None = None,
+        trace: bool | None = None,
+        **sampling,
+    ) -> Iterator[str]:
         """Yields the new text of one prompt in pieces that are always valid UTF-8; arguments as `generate`.
 
-        The pieces add up to what `generate` returns for the same text. Closing the generator early stops the generation.
+        The pieces add up to what `generate` returns for the same text. Closing the generator stops the generation.
 
         Raises:
-            InputError, ConfigError: at the call. TransportError: after the text before the fault, which is `error.partial`.
+            InputError, ConfigError: at the call. TransportError: after the text before the fault (`error.partial`).
         """
         tokenizer = require_tokenizer(self.tokenizer, "streaming text")
         batch, params = self._prepare(inputs, None, None, max_new_tokens, sampling | {"seed": seed})
@@ -282,7 +288,7 @@ class MoE:
     ) -> "MoE":
         """Changes the expert cache and empties it; weights and the pinned pool stay where they are.
 
-        Anything left out keeps its setting. Quotas, scope, contract and the built-in policies are values of the compiled
+        Anything left out keeps its setting. Quotas, scope, contract and built-in policies are values of the compiled
         step: changing them does not recompile, unless more slots are asked for than the banks hold. Returns self.
 
         Raises ConfigError and leaves the cache as it was.
@@ -342,7 +348,7 @@ class MoE:
     # ------------------------------------------------------------------------------------------------------ observation
 
     def stats(self) -> dict:
-        """What happened: `last` call and `total` since `reset_stats()`, the cache's settings, resident set and memory plan.
+        """What happened: `last` call and `total` since `reset_stats()`, cache settings, resident set and memory plan.
 
         Each of `last` and `total` has `prefill` and `decode` apart (hits, misses, bypasses, evictions, bytes moved, per
         layer too), `ttft_seconds` (without compilation) and `seconds_per_token`.

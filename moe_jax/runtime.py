@@ -21,7 +21,7 @@ def host_memory_bytes() -> int:
 
 
 def configure() -> dict[str, str]:
-    """Sets defaults for pinned host memory (90 % of RAM; jax stops at 64 GB), device memory (92 %; jax 75 %) and the compilation cache.
+    """Sets defaults of pinned host memory (90 % of RAM; jax: 64 GB), device memory (92 %; jax: 75 %) and compile cache.
 
     Returns what was set.
     """

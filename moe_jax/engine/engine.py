@@ -1,7 +1,7 @@
 """The engine: a batch of sequences over KV pages, prefilled in chunks and decoded N steps a jit call.
 
-`Engine` owns the device state (parameters, KV pools, slot cache) and runs one batch at a time; `Run` is such a batch. It knows
-ids only: text, stop strings and streaming belong to `moe_jax.api`.
+`Engine` owns the device state (parameters, KV pools, slot cache) and runs one batch at a time; `Run` is such a batch.
+It knows ids only: text, stop strings and streaming belong to `moe_jax.api`.
 """
 
 import contextlib
@@ -137,7 +137,7 @@ class Run:
         self._loop = None
         self._step = engine.steps
 
-    # ------------------------------------------------------------------------------------------------------ public calls
+    # ------------------------------------------------------------ public calls
 
     def score(self):
         """Logits of every prompt token: a list of [T_b, V] f32."""
@@ -149,7 +149,9 @@ class Run:
         return [logits[row, : len(p)] for row, p in enumerate(self.prompts)]
 
     def tokens(self):
-        """Yields new ids: int32 [B, n] with NO_TOKEN where a row gave none; first the token after the prompt (n = 1), then a chunk a time.
+        """Yields new ids: int32 [B, n] with NO_TOKEN where a row gave none.
+
+        First comes the token after the prompt (n = 1), then a chunk a time.
 
         Raises:
           TransportError: moving experts failed; what came before was yielded. The engine is usable again.
@@ -158,7 +160,7 @@ class Run:
         with self._guard():
             yield from self._generate(started)
 
-    # ---------------------------------------------------------------------------------------------------------- the work
+    # ------------------------------------------------------------ the work
 
     def _generate(self, started):
         engine, B = self.engine, len(self.prompts)
@@ -204,7 +206,7 @@ class Run:
                 raise transport_error("decoding", error)
 
     def _decode(self, draws, choice):
-        """One jit call of the decode loop: new ids [B, n] of its good steps, and the exception that ended it or None."""
+        """One jit call of the decode loop: new ids [B, n] of its good steps, and what ended it early or None."""
         engine, transport = self.engine, self.engine.transport
         started = time.perf_counter()
         loop = replace(self._loop, live=jnp.asarray(self.live))
@@ -235,7 +237,7 @@ class Run:
         return out[:, :steps], error
 
     def _prefill(self, kv, everything=False):
-        """Feeds all prompts in chunks: (kv, logits [B, V] of the last tokens, or the list of [B, T, V] with `everything`)."""
+        """Feeds all prompts in chunks: (kv, logits [B, V] of the last tokens; with `everything` [B, T, V]s)."""
         engine, transport = self.engine, self.engine.transport
         lengths = np.array([len(p) for p in self.prompts] + [0] * (self.rows - len(self.prompts)))
         longest = int(lengths.max())
@@ -294,7 +296,10 @@ class Run:
         return self.engine.transport.spec.L * self.engine.cfg.num_experts_per_tok
 
     def _note_routing(self, ids, weights, live, *, phase, per_row=1):
-        """Keeps the routing of live rows: ids, weights [steps, L, rows, K], live [steps, <= rows]; `per_row` tokens a sequence."""
+        """Keeps the routing of live rows: ids, weights [steps, L, rows, K], live [steps, <= rows].
+
+        per_row: tokens of a sequence that follow one another in a step.
+        """
         for step in range(ids.shape[0]):
             rows = np.flatnonzero(live[step])
             self.routing.append(
@@ -322,7 +327,7 @@ class Run:
         return PagedKV(k, v, *jax.device_put((table, np.zeros(self.rows, np.int32))))
 
     def _keep(self, loop):
-        """Books the state of a jitted call before anything is waited for: an interrupt must not lose donated buffers."""
+        """Books the state of a call before anything is waited for: an interrupt must not lose donated buffers."""
         self._loop = loop
         self.engine.cache = loop.cache
         self.engine._kv = loop.kv.k, loop.kv.v

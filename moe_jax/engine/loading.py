@@ -29,7 +29,7 @@ CPU_KV_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Parts:
-    """What the engine is built from; `MoE` keeps it to rebuild the cache. `store` may be None once the pool is filled."""
+    """What the engine is built from; `MoE` keeps it to rebuild the cache. `store` is None once the pool is filled."""
 
     cfg: object
     dtype: np.dtype
@@ -49,7 +49,7 @@ def device_bytes() -> int | None:
 
 
 def compute_dtype(config: OffloadConfig, checkpoint: Checkpoint) -> np.dtype:
-    """The configured dtype, or that of the checkpoint (config.json's `dtype`/`torch_dtype`, else that of its tensors)."""
+    """The configured dtype, or the checkpoint's (config.json's `dtype` or `torch_dtype`, else that of its tensors)."""
     name = config.dtype
     if name == "auto":
         name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
@@ -128,7 +128,7 @@ class Chosen:
 
 
 def make_policy(name_or_policy, transport: str) -> Chosen:
-    """The policy of a cache: named built-ins come as one `PolicySet` where the policy is compiled. Raises ConfigError."""
+    """The policy of a cache: named built-ins come as one `PolicySet` where compiled. Raises ConfigError."""
     try:
         policy = get_policy(name_or_policy)
     except (ValueError, TypeError) as error:

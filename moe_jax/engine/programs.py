@@ -1,7 +1,7 @@
 """The compiled programs of the engine: one prefill step, the first token, and the decode loop.
 
-Each is a pure function over pytrees, compiled ahead of time for the shapes it meets, so that compilation is counted and timed apart
-and its HLO can be inspected. The KV pools and the slot cache are donated: a step updates them in place.
+Each is a pure function over pytrees, compiled ahead of time for the shapes it meets, so that compilation is counted and
+timed apart and its HLO can be inspected. The KV pools and the slot cache are donated: a step updates them in place.
 """
 
 import logging
@@ -29,8 +29,11 @@ NO_TOKEN = -1
 )
 @dataclass(frozen=True)
 class LoopState:
-    """What a decode step changes. tokens [B] int32: the last token of each row, not yet in the cache; live [B] bool; left [B] int32: tokens
-    that a row may still produce; seen [B, V] bool or None: tokens of prompt and output, for the repetition penalty."""
+    """What a decode step changes.
+
+    tokens [B] int32: the last token of each row, not yet in the cache. live [B] bool. left [B] int32: tokens that a row
+    may still produce. seen [B, V] bool or None: tokens of prompt and output, for the repetition penalty.
+    """
 
     kv: Any
     cache: Any
@@ -77,9 +80,12 @@ class Programs:
         return [(key[0], program.as_text()) for key, program in self._compiled.items()]
 
     def _prefill(self, params, operands, kv, cache, batch, logits, *, block_rows, attention, routing, everything):
-        """One chunk: batch = (tokens, positions [B, T] int32, live [B, T] bool, ends [B] bool: rows whose prompt ends here).
+        """One chunk.
 
-        Returns kv, cache, logits ([B, V] f32, replaced where `ends`; with `everything` [B, T, V] of this chunk) and the routing or None.
+        batch: (tokens, positions [B, T] int32, live [B, T] bool, ends [B] bool: rows whose prompt ends here).
+
+        Returns kv, cache, logits ([B, V] f32, replaced where `ends`; with `everything` [B, T, V] of this chunk) and the
+        routing or None.
         """
         tokens, positions, live, ends = batch
         model = nnx.merge(self._graphdef, params)
@@ -103,7 +109,8 @@ class Programs:
     def _decode(self, params, operands, loop, draws, *, steps, greedy, sort, routing):
         """Up to `steps` tokens a row; stops when no row is live or a callback failed.
 
-        Returns the loop state, tokens [B, steps] (NO_TOKEN where a row produced none), steps done, and routing [steps, L, B, K] or None.
+        Returns the loop state, tokens [B, steps] (NO_TOKEN where a row produced none), steps done, and routing
+        [steps, L, B, K] or None.
         """
         model = nnx.merge(self._graphdef, params)
         transport = self._transport

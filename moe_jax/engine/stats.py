@@ -9,7 +9,10 @@ from host_offload.slots import BYPASSES, EVICTIONS, HITS, MISSES
 
 @dataclass
 class PhaseStats:
-    """Prefill or decode. counters [L, 4]: hits, misses, bypasses, evictions by MoE layer; lookups: rows x K before deduplication, all layers."""
+    """Prefill or decode.
+
+    counters [L, 4]: hits, misses, bypasses, evictions by MoE layer. lookups: rows x K before deduplication, all layers.
+    """
 
     layers: int
     row_bytes: int
@@ -32,7 +35,7 @@ class PhaseStats:
         self.lookups += lookups
 
     def to_dict(self) -> dict:
-        """Plain numbers. accesses = distinct experts requested = hits + misses; bytes_moved counts every miss, bypassed or not."""
+        """Plain numbers. accesses = distinct experts requested = hits + misses; bypassed bytes count as moved."""
         sums = self.counters.sum(axis=0)
         accesses = int(sums[HITS] + sums[MISSES])
         return {
@@ -62,7 +65,10 @@ class PhaseStats:
 
 
 class RunStats:
-    """One or many calls. ttft: seconds from a call to its first token, compilation excluded, summed over the `first_tokens` calls that made one."""
+    """One or many calls.
+
+    ttft: seconds from a call to its first token, compilation excluded, summed over the `first_tokens` calls with one.
+    """
 
     def __init__(self, layers: int, row_bytes: int):
         self.prefill = PhaseStats(layers, row_bytes)
