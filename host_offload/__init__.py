@@ -1,5 +1,21 @@
 """Experts in host memory behind a cache of device slots: storage, slots, transports, policies, plans and traces.
 
-Nothing is imported here; take what you need from its module (`host_offload.policy`, `.plan`, `.capacity`, `.trace`,
-...), so that reading a trace or writing a policy needs NumPy only.
+The policy lab is importable from here and needs NumPy only (jax once the simulator's compiled back end is used); the
+engine's parts are taken from their modules (`host_offload.store`, `.pool`, `.slots`, `.transport`, ...).
 """
+
+from host_offload.policy import Policy, get_policy, list_policies, register, set_row
+from host_offload.simulate import Result, simulate
+from host_offload.trace import Trace, TraceError
+
+__all__ = [
+    "Policy",
+    "Result",
+    "Trace",
+    "TraceError",
+    "get_policy",
+    "list_policies",
+    "register",
+    "set_row",
+    "simulate",
+]
