@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, TextStre
 
 from host_offload.trace import Trace
 from moe_jax import MoE
-from moe_jax.errors import ConfigError, InputError, MoEJaxError, TokenizerError
+from moe_jax.errors import ConfigError, InputError, MoEJaxError, TokenizerError, TransportError
 
 CONFIG = {
     "transport": "callback",  # compiles in half the time of `device`; losslessness is shown elsewhere
@@ -352,6 +352,28 @@ def test_stream_joins_to_the_text_of_generate(moe):
         assert len(pieces) > 1
     sampled_text = moe.generate("Once", 20, eos_token_id=[], do_sample=True, seed=4)
     assert "".join(moe.stream("Once", 20, eos_token_id=[], do_sample=True, seed=4)) == sampled_text
+
+
+def test_a_stream_that_fails_gives_the_text_before_it(moe, monkeypatch):
+    whole = moe.generate("Once upon", 20, eos_token_id=[])
+    mover, calls = moe._engine.transport._calls.mover, [0]
+    move = mover.move
+
+    def failing(*args):
+        calls[0] += 1
+        if calls[0] == 25:
+            raise OSError("the link is down")
+        return move(*args)
+
+    monkeypatch.setattr(mover, "move", failing)
+    pieces = []
+    with pytest.raises(TransportError, match="the link is down") as caught:
+        pieces.extend(moe.stream("Once upon", 20, eos_token_id=[]))
+    monkeypatch.undo()
+    # list.extend() keeps what an iterator gave before it raised
+    assert "".join(pieces) == caught.value.partial
+    assert 0 < len(caught.value.partial) < len(whole) and whole.startswith(caught.value.partial.rstrip("\ufffd"))
+    assert moe.generate("Once upon", 20, eos_token_id=[]) == whole
 
 
 def test_stream_ids_gives_what_generate_gives(moe):
