@@ -1,0 +1,79 @@
+"""The matching of MoE-Infinity (arXiv 2401.14361): find earlier requests that used the experts alike.
+
+An EAM (expert activation matrix) [L, E] counts how often a request used each expert; the EAMC is a collection of them.
+The running request's EAM so far is compared with each by cosine similarity over the layers it has already used, and the
+target layer's row of the most similar, or the mean of the rows of the eight most similar, ranks the experts.
+"""
+
+import numpy as np
+
+from host_offload.policy import set_row
+from host_offload.predictor import Predictor, register_predictor
+from host_offload.predictors.replay import fitted_shape, request_needs
+
+
+class _EAMC(Predictor):
+    """State: `count` [L, E] int32, the running EAM; `eams` [n, L, E] float32, rows that sum to 1 a layer; `squares`
+    [n, L] float32, their squared lengths."""
+
+    needs_fit = True
+    matches = 1
+
+    def __init__(self, **declared):
+        super().__init__(**declared)
+        self._eams = None
+
+    def fit(self, traces):
+        """One EAM a request, its prompt included."""
+        traces = list(traces)
+        fitted_shape(traces)
+        eams = [need.sum(axis=0) for need in request_needs(traces)]
+        if not eams:
+            raise ValueError(f"predictor {self.name!r}: fit: the traces hold no requests")
+        eams = np.stack(eams).astype(np.float64)
+        # Every token uses K experts of each layer, so all rows of an EAM have the same sum: only its length is divided out.
+        self._eams = (eams / eams.sum(axis=-1, keepdims=True)).astype(np.float32)
+        return self
+
+    def init(self, xp, L, E, seed):
+        self._check_fitted(self._eams, L, E)
+        return {
+            "count": xp.zeros((L, E), xp.int32),
+            "eams": xp.array(self._eams),
+            "squares": xp.array((self._eams**2).sum(axis=-1)),
+        }
+
+    def observe(self, xp, state, layer, need, scores, t, recorded=None):
+        return {**state, "count": set_row(xp, state["count"], layer, state["count"][layer] + need)}
+
+    def predict(self, xp, state, layer_now, target_layer):
+        count, eams = state["count"], state["eams"]
+        self.distance(count.shape[0], layer_now, target_layer)
+        used = (count > 0).any(axis=-1).astype(xp.float32)  # [L]
+        product = eams.reshape(eams.shape[0], -1) @ count.reshape(-1).astype(xp.float32)
+        # The length of the running EAM is the same in all n similarities and left out.
+        similarity = product / xp.sqrt(xp.maximum(state["squares"] @ used, 1e-30))
+        nearest = xp.argsort(-similarity, stable=True)[: self.matches]
+        row = eams[nearest, target_layer].mean(axis=0)
+        return xp.where(row > 0, row, -xp.inf).astype(xp.float32)
+
+    def reset(self, xp, state):
+        return {**state, "count": xp.zeros_like(state["count"])}
+
+
+@register_predictor
+class EAMCNearest(_EAMC):
+    """The row of the most similar request."""
+
+    name = "eamc-nearest"
+    matches = 1
+    cost_us = 30.0
+
+
+@register_predictor
+class EAMCMean(_EAMC):
+    """The mean row of the eight most similar requests (all, if there are fewer)."""
+
+    name = "eamc-mean"
+    matches = 8
+    cost_us = 30.0
