@@ -276,7 +276,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_paths(tmp_path):
-    with pytest.raises(ValueError, match=r"run\.parquet': the suffix must be \.npz"):
-        make().save(tmp_path / "run.parquet")
+    with pytest.raises(ValueError, match=r"run\.json': the suffix must be \.npz or \.parquet"):
+        make().save(tmp_path / "run.json")
     with pytest.raises(FileNotFoundError):
         Trace.load(tmp_path / "absent.npz")
