@@ -24,8 +24,8 @@ class Predictor(abc.ABC):
         cost_us: microseconds a prediction takes; None keeps the class's value.
         byte_cap: most bytes to prefetch at one event, None for no cap.
 
-    `reads` names the per-step arrays of a trace that `observe` wants in `recorded`: "experts" (the truth, for the oracle)
-    or the name of a `pred/<name>` array. `needs_fit` says that `init` needs a `fit` before.
+    `reads` names the per-step arrays of a trace that `observe` wants in `recorded`: "experts" (the truth, for the
+    oracle) or the name of a `pred/<name>` array. `needs_fit` says that `init` needs a `fit` before.
     """
 
     name: str = ""
@@ -58,9 +58,9 @@ class Predictor(abc.ABC):
     def observe(self, xp, state, layer, need, scores, t, recorded=None):
         """Records an event once its router has run, and returns the new state (in place under NumPy).
 
-        `layer` int32 scalar; `need` [E] bool; `scores` [E] float32, the router's scores summed over the rows of the event;
-        `t` int32 scalar, the event clock; `recorded` {name: [L, E] float32} for the names in `reads`: row l is about the
-        next time that layer l runs, -inf where nothing is known.
+        `layer` int32 scalar; `need` [E] bool; `scores` [E] float32, the router's scores summed over the rows of the
+        event; `t` int32 scalar, the event clock; `recorded` {name: [L, E] float32} for the names in `reads`: row l is
+        about the next time that layer l runs, -inf where nothing is known.
         """
 
     @abc.abstractmethod
@@ -97,8 +97,8 @@ class Predictor(abc.ABC):
             raise ValueError(f"predictor {self.name!r}: call fit(traces) before init")
         if table.shape[1] != L or table.shape[-1] != E:
             raise ValueError(
-                f"predictor {self.name!r}: fitted on L = {table.shape[1]}, E = {table.shape[-1]}, the model has L = {L}, "
-                f"E = {E}; fit it on traces of this model"
+                f"predictor {self.name!r}: fitted on L = {table.shape[1]}, E = {table.shape[-1]}, the model has "
+                f"L = {L}, E = {E}; fit it on traces of this model"
             )
 
 

@@ -52,8 +52,8 @@ class Accuracy:
 def evaluate(predictor, trace, *, ks=(4, 8, 12), lead=1, phase="decode", reset="request", seed=0):
     """Asks a predictor, after each layer of each step, for the layer `lead` ahead in the same step.
 
-    Targets are the layers lead..L-1 of every step. Experts are ranked by falling score, ties by rising id; those of score
-    -inf are not predicted.
+    Targets are the layers lead..L-1 of every step. Experts are ranked by falling score, ties by rising id; those of
+    score -inf are not predicted.
 
     Args:
         predictor: name, class or instance; fitted if it needs to be, on requests that `trace` does not hold.

@@ -31,7 +31,7 @@ class _EAMC(Predictor):
         if not eams:
             raise ValueError(f"predictor {self.name!r}: fit: the traces hold no requests")
         eams = np.stack(eams).astype(np.float64)
-        # Every token uses K experts of each layer, so all rows of an EAM have the same sum: only its length is divided out.
+        # A token uses K experts of each layer, so all rows of an EAM have the same sum: this divides out its length.
         self._eams = (eams / eams.sum(axis=-1, keepdims=True)).astype(np.float32)
         return self
 

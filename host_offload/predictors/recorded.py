@@ -1,9 +1,9 @@
 """Predictions that were made elsewhere and lie in the trace: a model's own gates, and the truth.
 
 `pred/<name>` [T, L, k] int16 holds, for each token and *target* layer, the experts predicted for it by falling
-likelihood, -1 where there is none. The gate predictors are the router of the target layer applied to a hidden state of 1, 2 or 3
-layers before (as in Eliseev and Mazur, arXiv 2312.17238); that needs weights, so it is recorded while the model runs
-(`python experiments/record_gates.py`).
+likelihood, -1 where there is none. The gate predictors are the router of the target layer applied to a hidden state of
+1, 2 or 3 layers before (as in Eliseev and Mazur, arXiv 2312.17238); that needs weights, so it is recorded while the
+model runs (docs/predictors.md).
 """
 
 from host_offload.predictor import Predictor, register_predictor
@@ -49,7 +49,8 @@ class _Gate(Recorded):
         super().__init__(lead_layers=self.layers if lead_layers is None else lead_layers, **declared)
         if self.lead_layers > self.layers:
             raise ValueError(
-                f"lead_layers: {self.lead_layers}, but {self.name!r} is made {self.layers} layers ahead; use a farther gate"
+                f"lead_layers: {self.lead_layers}, but {self.name!r} is made {self.layers} layers ahead; "
+                "use a farther gate"
             )
 
 

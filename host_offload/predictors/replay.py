@@ -28,8 +28,8 @@ class Step(NamedTuple):
 def replay_steps(trace, phase="decode", reads=()) -> Iterator[Step]:
     """Yields the steps of `trace` in order; `phase` "prefill" or "decode" keeps only its rows, None takes all.
 
-    `reads` are the names wanted in `Step.recorded`. Raises TraceError if the trace does not hold one of them, ValueError
-    for an unknown phase.
+    `reads` are the names wanted in `Step.recorded`. Raises TraceError if the trace does not hold one of them,
+    ValueError for an unknown phase.
     """
     table = EventTable(trace, phase)
     columns = {name: recorded_column(trace, name) for name in reads if name != "experts"}
@@ -114,8 +114,8 @@ def recorded_column(trace, name):
     """
     if name not in trace.pred:
         raise TraceError(
-            f"trace: pred/{name} is missing (it holds: {', '.join(sorted(trace.pred)) or 'no predictions'}); record it while "
-            "the model runs, see docs/predictors.md"
+            f"trace: pred/{name} is missing (it holds: {', '.join(sorted(trace.pred)) or 'no predictions'}); record it "
+            "while the model runs, see docs/predictors.md"
         )
     column, E = trace.pred[name], trace.header["E"]
     if column.dtype == np.float16 and column.shape[2:] != (E,):

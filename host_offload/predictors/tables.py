@@ -44,7 +44,7 @@ def log_evidence(pairs, source, target, tokens):
 class _Tables(Predictor):
     """What the tables share: fitting, and the state {`last` [L, E] bool, the latest set of each layer; the tables}.
 
-    `cross` [lead, L, E, E]: evidence at [distance - 1, source layer, i, e]; `temporal` [1, L, E, E]: at [0, target layer,
+    `cross` [lead, L, E, E]: evidence at [distance - 1, source layer, i, e]; `temporal` [L, E, E]: at [target layer,
     i, e]; `prior` [L, E]: log P(e).
     """
 
