@@ -127,15 +127,15 @@ def belady_curve(trace, capacities, *, scope="layer", contract="atomic-bypass", 
             f"capacities: {capacities!r} is not a list of integers from 0 to {most}, all slots of a {scope}"
         )
     wanted = wanted.astype(np.int64)
-    forced_low = contract == "atomic-forced-admit" and wanted < uses.largest
+    # Small capacities that must choose among the experts of one event are no stack: each takes its own pass.
+    alone = (wanted > 0) & (wanted < uses.largest) & (contract == "atomic-forced-admit")
     lanes = _Lanes.of(uses, scope)
     hits = np.zeros((len(wanted), uses.L), np.int64)
-    shared = np.flatnonzero(~np.broadcast_to(forced_low, wanted.shape))
-    for group in [shared, *np.flatnonzero(forced_low & (wanted > 0))[:, None]] if np.ndim(forced_low) else [shared]:
+    for group in (np.flatnonzero(~alone), *np.flatnonzero(alone)[:, None]):
         depth = int(wanted[group].max(initial=0))
         if depth == 0:
             continue
-        quota = np.full(len(lanes.first), depth) if group is not shared else None
+        quota = np.full(len(lanes.first), depth) if alone[group].all() else None
         found = np.zeros(uses.L * depth, np.int64)
         for event, at, lane, *_ in _replay(uses, lanes, depth, contract, quota):
             found += np.bincount(event[lane] % uses.L * depth + at, minlength=len(found))
@@ -194,16 +194,22 @@ def gap(results, bypass, forced_admit):
         raise ValueError("results: empty; pass at least one Result of simulate()")
     for name, result, contract in (("bypass", bypass, CONTRACTS[0]), ("forced_admit", forced_admit, CONTRACTS[1])):
         if result.policy != "belady" or result.contract["contract"] != contract:
-            raise ValueError(f"{name}: expected belady(..., contract={contract!r}), got {result.policy!r} "
-                             f"under {result.contract['contract']!r}")  # fmt: skip
+            raise ValueError(
+                f"{name}: expected belady(..., contract={contract!r}), got {result.policy!r} "
+                f"under {result.contract['contract']!r}"
+            )
     for result in (*results, forced_admit):
         for name in ("scope", "quota", "reset", "phase"):
             if result.contract[name] != bypass.contract[name]:
-                raise ValueError(f"results: {result.policy!r} has {name} {result.contract[name]!r}, the optimum "
-                                 f"{bypass.contract[name]!r}; make them alike")  # fmt: skip
+                raise ValueError(
+                    f"results: {result.policy!r} has {name} {result.contract[name]!r}, the optimum "
+                    f"{bypass.contract[name]!r}; make them alike"
+                )
         if result.accesses != bypass.accesses:
-            raise ValueError(f"results: {result.policy!r} has {result.accesses} accesses, the optimum {bypass.accesses}; "
-                             "replay the same trace")  # fmt: skip
+            raise ValueError(
+                f"results: {result.policy!r} has {result.accesses} accesses, the optimum "
+                f"{bypass.accesses}; replay the same trace"
+            )
     best = min(results, key=lambda result: result.misses)
     distance = best.misses - bypass.misses
     return Gap(
@@ -224,7 +230,7 @@ def gap(results, bypass, forced_admit):
 class OraclePrefetch:
     """Time of a run whose link knows the future. Seconds and bytes.
 
-    tokens: rows of the trace. stall: [L] float64, waiting for rows at each layer. compute_seconds: the layers' own time.
+    tokens: rows of the trace. stall: [L] float64, waiting for rows at each layer. compute_seconds: of the layers.
     moves: rows moved. link_seconds: time the link was busy. bytes_moved: moves * row_bytes.
     """
 
@@ -266,14 +272,14 @@ def oracle_prefetch(
     """Replays the trace with perfect knowledge of the future and a link of finite speed.
 
     Layers run one after the other; one starts when the layer before has ended and all experts it needs have arrived.
-    The link carries one row at a time, `row_bytes / link_bytes_per_second` each, without pause: always the absent expert
+    The link carries one row at a time, `row_bytes / link_bytes_per_second` each, without pause: the absent expert
     that is needed soonest (earliest deadline first), into a free slot or that of the resident whose next use is
     furthest, if that is later. Otherwise it waits until the pool's next event has ended. Experts of an event keep their
-    slots until it has ended, so every event must fit into the slots.
+    slots until it has ended, so every event must fit into the slots. No row is moved that is not used.
 
-    A schedule, not a proven optimum of time: among greedy rules this one stalls at most F / c longer than the best one
-    for single requests (F: rows moved in the time between two, Cao et al., SIGMETRICS 1995). It never moves a row that
-    is not used.
+    This is a schedule that could be run, not a proven least time. It is the rule "aggressive" of Cao et al. (SIGMETRICS
+    1995), for which they show, with one block a request, a total time of at most 1 + F / c times the least (F: the time
+    of a move over that of a request, c slots).
 
     Args:
         link_bytes_per_second, row_bytes: of the link, and of one expert; above 0.
@@ -299,8 +305,8 @@ def oracle_prefetch(
     if too_large.size:
         step, layer = divmod(int(too_large[0]), uses.L)
         raise ValueError(
-            f"slots: step {uses.table.step[step]} layer {layer} needs {uses.size[too_large[0]]} experts at once, more than "
-            f"its {capacities[layer]} slots; give more, or leave prefill out with phase='decode'"
+            f"slots: step {uses.table.step[step]} layer {layer} needs {uses.size[too_large[0]]} experts at once, "
+            f"but has {capacities[layer]} slots; give more, or leave prefill out with phase='decode'"
         )
     row_seconds = row_bytes / link_bytes_per_second
     stall, moves = np.zeros(uses.L), 0
@@ -399,16 +405,16 @@ def _prefetch_one(event, block, following, uses, capacities, scope, row_seconds,
     return moves
 
 
-# ------------------------------------------------------------------------------------------------------------ the replay
+# ----------------------------------------------------------------------------------------------------------- the replay
 
 
 class _Uses:
     """The accesses of a trace in order, each with its next use.
 
-    code: [n] int64 rising, event * E + expert. event, block: [n] int64, block = layer * E + expert. next: [n] int64, the
-    event that needs the block next before the cache is emptied, n_events if none does. size: [n_events] experts of an
-    event, largest: their maximum. starts: steps at which the cache is empty. key: [n], `next * blocks + block`: orders
-    by next use, ties by block, and tells both; empty: a key above all others.
+    code: [n] int64 rising, event * E + expert. event, block: [n] int64, block = layer * E + expert. next: [n] int64,
+    the event that needs the block next before the cache is emptied, n_events if none does. size: [n_events] experts
+    of an event, largest: their maximum. starts: steps at which the cache is empty. key: [n], `next * blocks + block`:
+    orders by next use, ties by block, and tells both; empty: a key above all others.
     """
 
     def __init__(self, table, reset):
@@ -469,9 +475,9 @@ def _replay(uses, lanes, depth, contract, quota):
     `depth` is the largest capacity of interest. `quota` [lanes] may be None if no event needs more experts than the
     smallest capacity of interest, or under `atomic-bypass`, where it has no effect.
 
-    Yields (event [n], at [h], lane [h], old [h], new [largest of the n events, n], stack [depth, n]): each hit's place in
-    the stack, lane and key before the event; the keys of the experts needed; and the stack after it. A cache of c slots
-    holds the first c entries, so a hit counts for it if at < c.
+    Yields (event [n], at [h], lane [h], old [h], new [largest of the n events, n], stack [depth, n]): each hit's place
+    in the stack, lane and key before the event; the keys of the experts needed; and the stack after it. A cache of c
+    slots holds the first c entries, so a hit counts for it if at < c.
     """
     padded = uses.padded_keys()
     forced = contract == "atomic-forced-admit"
@@ -534,7 +540,7 @@ def _result(uses, capacities, block, row_bytes, hit, kept, overflow, events):
     table, L, E = uses.table, uses.L, uses.E
     miss = ~hit
     of_event = [np.bincount(uses.event[mark], minlength=uses.n_events) for mark in (hit, miss, miss & ~kept)]
-    evictions = overflow - of_event[2] if not uses.n_events or True else overflow
+    evictions = overflow - of_event[2]  # what found no slot either was bypassed or had one before
     lookups = np.repeat(table.rows * table.K, L)
     per_event = np.stack([*of_event, evictions, lookups], -1).reshape(table.S, L, len(COUNTERS))
     counters = np.stack([per_event[table.phase == phase].sum(0) for phase in (0, 1)])
