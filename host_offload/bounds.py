@@ -22,7 +22,7 @@ from host_offload.simulate import COUNTERS, RESETS, Events, EventTable, Result, 
 from host_offload.trace import SCOPES, Trace
 
 CONTRACTS = ("atomic-bypass", "atomic-forced-admit")
-STEPS_AT_ONCE = 4096  # bounds the [steps, L, E] mask while accesses are listed
+MASK_BYTES = 2**26  # of the [steps, L, E] mask, while accesses are listed some steps at a time
 
 
 def belady(
@@ -421,8 +421,9 @@ class _Uses:
         self.table, self.L, self.E = table, table.L, table.E
         self.blocks, self.n_events = table.L * table.E, table.S * table.L
         parts = [np.zeros(0, np.int64)]
-        for low in range(0, table.S, STEPS_AT_ONCE):
-            parts.append(np.flatnonzero(table.need(low, min(low + STEPS_AT_ONCE, table.S))) + low * self.blocks)
+        steps = max(MASK_BYTES // self.blocks, 1)
+        for low in range(0, table.S, steps):
+            parts.append(np.flatnonzero(table.need(low, min(low + steps, table.S))) + low * self.blocks)
         self.code = np.concatenate(parts)
         self.event = self.code // self.E
         step, self.block = np.divmod(self.code, self.blocks)
