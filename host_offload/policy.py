@@ -336,3 +336,7 @@ class PolicySet(Policy):
     def reset(self, xp, state):
         fresh = {key: policy.reset(xp, state[key]) for key, policy in self._groups.items()}
         return {"select": state["select"], **fresh}
+
+
+# Registers the policies of the literature. At the end, because they are built on what this module defines.
+import host_offload.policies  # noqa: E402, F401
