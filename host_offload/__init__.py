@@ -5,17 +5,23 @@ engine's parts are taken from their modules (`host_offload.store`, `.pool`, `.sl
 """
 
 from host_offload.policy import Policy, get_policy, list_policies, register, set_row
-from host_offload.simulate import Result, simulate
-from host_offload.trace import Trace, TraceError
+from host_offload.simulate import Result, simulate, simulate_many
+from host_offload.trace import Trace, TraceError, bundled_trace, load_trace
+from host_offload.trace_formats import export_trace, import_trace
 
 __all__ = [
     "Policy",
     "Result",
     "Trace",
     "TraceError",
+    "bundled_trace",
+    "export_trace",
     "get_policy",
+    "import_trace",
     "list_policies",
+    "load_trace",
     "register",
     "set_row",
     "simulate",
+    "simulate_many",
 ]

@@ -8,6 +8,7 @@ seeds side by side and decides alike, event by event. Shape letters: T rows, L M
 import copy
 import dataclasses
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class CacheState:
     """Where a run ended: resident [L, E] bool, the policy's state (NumPy), and the last step of its clock."""
 
     resident: np.ndarray
-    policy: dict
+    policy: Any
     step: int
 
 
@@ -60,7 +61,8 @@ class Result:
     contract: what the figures depend on (the reporting block of arXiv 2608.07911): contract, ties, reset, scope, quota,
     seed, dedup, scores, phase, warm. counters: [2, L, 5] int64, by phase (0 prefill, 1 decode; a step that holds rows
     of both counts as prefill), layer and `COUNTERS`. tokens, steps: [2] int64 rows and steps by phase. row_bytes:
-    bytes of one expert or None. events: per-event record or None. state: the end of the run, to continue from.
+    bytes of one expert or None. events: per-event record or None. state: the end of the run, to
+    continue from; None with reset "request", which nothing continues.
     """
 
     policy: str
@@ -242,7 +244,7 @@ def simulate(
     row_bytes=None,
     seed=0,
     events=False,
-    backend="numpy",
+    backend="jax",
 ):
     """Replays `trace` with one policy and one cache size.
 
@@ -274,10 +276,70 @@ def simulate(
     policy, plan, table, start = _prepare(
         trace, policy, slots_per_layer, slots, scope, contract, reset, warm, phase, row_bytes, seed, events, backend
     )
-    run = _run_numpy
+    run = _run_numpy if backend == "numpy" else _run_jax
     if warm == "warm" and table.S:
         start = run(table, policy, dataclasses.replace(plan, events=False), None).state
     return run(table, policy, plan, start)
+
+
+def simulate_many(
+    trace,
+    policies,
+    capacities,
+    seeds=(0,),
+    *,
+    scope="layer",
+    contract="atomic-bypass",
+    reset="request",
+    phase=None,
+    row_bytes=None,
+    events=False,
+    backend="jax",
+):
+    """Replays `trace` with every policy at every capacity and seed; returns a flat list of `Result`, seeds innermost.
+
+    The compiled back end reads the trace once a policy: capacities run side by side, and so do seeds and those policies
+    of one kind that differ only in the state they start from. Policies are spread over the processor's cores; one that
+    is `host_only` is replayed by the NumPy back end.
+
+    Args:
+        policies: names, classes or instances of policies.
+        capacities: what `simulate` takes as `slots_per_layer`, one entry a cache size.
+        seeds: integers handed to `Policy.init`.
+        scope, contract, reset, phase, row_bytes, events, backend: as in `simulate`.
+
+    Raises:
+        ValueError: as `simulate`, and for an empty list.
+    """
+    policies = [get_policy(policy) for policy in policies]
+    capacities, seeds = list(capacities), list(seeds)
+    for name, values in (("policies", policies), ("capacities", capacities), ("seeds", seeds)):
+        if not values:
+            raise ValueError(f"{name}: expected at least one")
+    table, jobs = None, []
+    for policy in policies:
+        on_host = backend == "jax" and policy.host_only
+        for slots_per_layer in capacities:
+            for seed in seeds:
+                job = _prepare(
+                    trace if table is None else table,
+                    policy,
+                    slots_per_layer,
+                    None,
+                    scope,
+                    contract,
+                    reset,
+                    None,
+                    phase,
+                    row_bytes,
+                    seed,
+                    events,
+                    "numpy" if on_host else backend,
+                )
+                table = job[2]
+                jobs.append((policy, job[1], on_host or backend == "numpy"))
+    compiled = iter(_run_jax_many(table, [job[:2] for job in jobs if not job[2]]))
+    return [_run_numpy(table, job[0], job[1], None) if job[2] else next(compiled) for job in jobs]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -300,7 +362,7 @@ def _prepare(
     policy = get_policy(policy)
     if backend == "jax" and policy.host_only:
         raise ValueError(f"backend: policy {policy.name!r} runs on the host only; pass backend='numpy'")
-    if not isinstance(trace, Trace):
+    if not isinstance(trace, Trace | EventTable):
         raise ValueError(
             f"trace: expected a host_offload.trace.Trace, got {type(trace).__name__}; Trace.load reads one"
         )
@@ -316,7 +378,7 @@ def _prepare(
         raise ValueError(f"seed: {seed!r} is not an integer")
     if row_bytes is not None and (isinstance(row_bytes, bool) or not isinstance(row_bytes, int) or row_bytes < 1):
         raise ValueError(f"row_bytes: {row_bytes!r} is not an integer of at least 1")
-    table = EventTable(trace, phase)
+    table = trace if isinstance(trace, EventTable) else EventTable(trace, phase)
     capacities = slot_capacities(table.L, table.E, slots_per_layer, slots, scope)
     start = None
     if warm is not None:
@@ -369,7 +431,7 @@ def slot_capacities(L, E, slots_per_layer=None, slots=None, scope="layer"):
 
 def _check_continues(result, policy, capacities, scope, contract, table):
     if result.state is None:
-        raise ValueError("warm: this Result holds no end state; use one that simulate() returned")
+        raise ValueError("warm: this Result holds no end state; use one of simulate(..., reset='never')")
     if result.state.resident.shape != (table.L, table.E):
         raise ValueError(
             f"warm: the earlier run had [L, E] = {result.state.resident.shape}, this trace {(table.L, table.E)}"
@@ -480,7 +542,8 @@ def _run_numpy(table, policy, settings, start):
                 event = s * L + layer
                 log.need[event], log.hit[event], log.admit[event], log.evictions[event] = need, hit, admit, evicted
     last = int(clock[-1]) if table.S else (-1 if start is None else start.step)
-    return _result(table, policy, settings, counters, log, CacheState(slot_of >= 0, state, last))
+    end = CacheState(slot_of >= 0, state, last) if settings.reset == "never" else None
+    return _result(table, policy, settings, counters, log, end)
 
 
 def _empty_log(table):
@@ -492,3 +555,15 @@ def _empty_log(table):
         *masks,
         np.zeros(n, np.int32),
     )
+
+
+def _run_jax(table, policy, settings, start):
+    return _run_jax_many(table, [(policy, settings)], start)[0]
+
+
+def _run_jax_many(table, jobs, start=None):
+    if not jobs:
+        return []
+    from host_offload.simulate_jax import run_many  # only here is jax needed
+
+    return run_many(table, jobs, start)

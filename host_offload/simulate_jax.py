@@ -1,0 +1,504 @@
+"""The compiled back end of the simulator: many requests, capacities and variants of a policy side by side.
+
+With `reset="request"` requests do not touch each other, so they are dealt to P lanes that advance together; with
+`reset="never"` there is one lane. A loop over steps and layers serves one event of every lane at a time.
+
+What a policy without `in_cache` prefers does not depend on what is cached: one ranking an event then serves all
+capacities. The ranking is kept as bit words (bit f of `before[e]`: f stays rather than e), and the experts that stay at
+capacity c are those of the candidates for which popcount(candidates & before[e]) < c. Policies with `in_cache` get one
+state for every capacity. Shape letters: P lanes, U policy states, Q capacities that share a state, W words of 32
+experts, L MoE layers, E experts.
+"""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.plan import ABSENT_KEY, INT32_MAX, _forced_key, _retention_key
+from host_offload.policy import fresh_state
+from host_offload.simulate import (
+    COUNTERS,
+    EVICTIONS,
+    LOOKUPS,
+    CacheState,
+    _clock,
+    _empty_log,
+    _result,
+)
+
+MAX_LANES = 64
+CHUNK_BYTES = 128 << 20  # of router scores that are on their way at a time
+# A pool is cut down to size one expert at a time up to this many, above it by bisection.
+FEW_DROPS = 8
+
+_programs = {}  # text of a policy's functions and the settings -> compiled loop
+
+
+def run_many(table, jobs, start=None):
+    """Replays `jobs`, a list of (policy, settings) that share scope, contract, reset and `events`; Results in order.
+
+    Jobs whose policies compute alike run in one program, and jobs that differ in nothing that matters only once.
+    """
+    groups = {}
+    for index, (policy, settings) in enumerate(jobs):
+        groups.setdefault(_fingerprint(policy, table, settings), []).append(index)
+    results = [None] * len(jobs)
+
+    def work(item):
+        key, members = item
+        for index, result in zip(members, _run_group(key, table, [jobs[i] for i in members], start), strict=True):
+            results[index] = result
+
+    with ThreadPoolExecutor(min(len(groups), os.cpu_count() or 1)) as pool:
+        list(pool.map(work, groups.items()))
+    return results
+
+
+# ---------------------------------------------------------------------------------------------------- one group of jobs
+
+
+def _run_group(key, table, jobs, start):
+    policy, settings = jobs[0]
+    L, E = table.L, table.E
+    # Distinct policy states, and the capacities that each of them serves.
+    units, place = [], []
+    for member, own in jobs:
+        state = fresh_state(member, np, L, E, own.seed, own.capacities, own.scope == "global")
+        if start is not None:
+            state = start.policy
+        identity = _digest(state) + (own.capacities.tobytes() if policy.in_cache else b"")
+        known = [unit["identity"] for unit in units]
+        if identity not in known:
+            units.append({"identity": identity, "state": state, "capacities": []})
+            known.append(identity)
+        unit = units[known.index(identity)]
+        quota = own.capacities.tolist()
+        if quota not in unit["capacities"]:
+            unit["capacities"].append(quota)
+        place.append((known.index(identity), unit["capacities"].index(quota)))
+    Q = max(len(unit["capacities"]) for unit in units)
+    capacities = np.array([(u["capacities"] + u["capacities"][:1] * Q)[:Q] for u in units], np.int32)  # [U, Q, L]
+    initial = jax.tree.map(lambda *leaves: np.stack(leaves), *(unit["state"] for unit in units))
+
+    lanes = _deal(table, settings)
+    P, n = lanes.shape
+    in_pool = settings.scope == "global"
+    resident = np.zeros((L, E), bool) if start is None else start.resident
+    bits = _pack(resident) if not in_pool else resident.reshape(-1)
+    shape = (P, len(units), Q)
+    carry = (
+        jax.tree.map(lambda leaf: np.broadcast_to(leaf, (P, *leaf.shape)), initial),
+        np.broadcast_to(bits, (*shape, *bits.shape)),
+        np.zeros((*shape, 2, L, 4), np.int32),
+    )
+    clock = _clock(table, settings, start)
+    program = _program(key, policy, settings)
+    sizes = {"E": E, "most": _most(table), "ragged": _ragged(table, settings)}
+    chunk = max(1, min(n, CHUNK_BYTES // (4 * P * L * E))) if policy.uses_scores or settings.events else max(n, 1)
+    width = 1 << (chunk - 1).bit_length()
+    logs = []
+    for low in range(0, n, chunk):
+        part = lanes[:, low : low + chunk]
+        xs = _inputs(table, policy, settings, clock, part, width)
+        carry, log = program(carry, initial, capacities, xs, np.int32(part.shape[1]), **sizes)
+        if settings.events:
+            logs.append(jax.tree.map(lambda a, part=part: np.asarray(a)[: part.shape[1]], log))
+    state, resident, counts = jax.tree.map(np.asarray, carry)
+    counts = counts.astype(np.int64).sum(axis=0)  # [U, Q, 2, L, 4]
+    logs = jax.tree.map(lambda *parts: np.concatenate(parts), *logs) if logs else None
+
+    lookups = np.bincount(table.phase, table.rows * table.K, minlength=2).astype(np.int64)
+    results = []
+    for (member, own), (u, q) in zip(jobs, place, strict=True):
+        counters = np.zeros((2, L, len(COUNTERS)), np.int64)
+        counters[..., :LOOKUPS] = counts[u, q]
+        counters[..., LOOKUPS] = lookups[:, None]
+        end = None
+        if own.reset == "never":
+            left = resident[0, u, q].reshape(L, E) if in_pool else _unpack(resident[0, u, q], E)
+            last = int(clock[-1]) if n else (-1 if start is None else start.step)
+            end = CacheState(left, jax.tree.map(lambda leaf, u=u: leaf[0, u].copy(), state), last)
+        events = _events(table, lanes, logs, u, q) if own.events else None
+        results.append(_result(table, member, own, counters, events, end))
+    return results
+
+
+def _deal(table, settings):
+    """[P, n] int64 step numbers of every lane, -1 beyond its end: requests are dealt longest first, to even out."""
+    S = table.S
+    if settings.reset == "never" or S == 0:
+        return np.arange(S)[None]
+    first = np.flatnonzero(table.start)
+    length = np.diff(np.append(first, S))
+    most = min(-(-S // length.max()), MAX_LANES)
+    lanes = [[] for _ in range(1 << (int(most).bit_length() - 1))]  # powers of two, for few compilations
+    load = np.zeros(len(lanes), np.int64)
+    for request in np.argsort(-length, kind="stable"):
+        lane = int(load.argmin())
+        lanes[lane].append(np.arange(first[request], first[request] + length[request]))
+        load[lane] += length[request]
+    out = np.full((len(lanes), load.max()), -1)
+    for lane, parts in enumerate(lanes):
+        steps = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        out[lane, : len(steps)] = steps
+    return out
+
+
+def _inputs(table, policy, settings, clock, part, width):
+    """What the loop reads of steps `part` [P, n], step major and padded to `width`; -1 is a step that needs nothing."""
+    P, n = part.shape
+    steps, live = np.maximum(part.T, 0), part.T >= 0  # [n, P]
+
+    def lay(values, fill=0):
+        out = np.full((width, P, *values.shape[1:]), fill, values.dtype)
+        out[:n][live] = values[steps[live]]
+        return out
+
+    xs = {"start": lay(table.start), "phase": lay(table.phase.astype(np.int32)), "step": lay(clock.astype(np.int32))}
+    need = np.concatenate([_pack(table.need(s, min(s + 1024, table.S))) for s in range(0, table.S, 1024)])
+    xs["need"] = lay(need)
+    if settings.contract == "sequential":
+        xs["order"] = lay(_orders(table), -1)
+    if policy.uses_scores:
+        scores = np.zeros((width, P, table.L, table.E), np.float32)
+        for lane in range(P):  # consecutive steps of a lane are read in one go
+            mine = part[lane][part[lane] >= 0]
+            cuts = np.flatnonzero(np.diff(mine) != 1) + 1
+            at = 0
+            for run_ in np.split(mine, cuts) if len(mine) else ():
+                scores[at : at + len(run_), lane] = table.scores(int(run_[0]), int(run_[-1]) + 1)
+                at += len(run_)
+        xs["scores"] = scores
+    return xs
+
+
+def _orders(table):
+    """[S, L, M] int32: the experts of every event in the trace's order, filled up with -1."""
+    listed = [[table.in_order(s, layer) for layer in range(table.L)] for s in range(table.S)]
+    out = np.full((table.S, table.L, _most(table)), -1, np.int32)
+    for s, layers in enumerate(listed):
+        for layer, experts in enumerate(layers):
+            out[s, layer, : len(experts)] = experts
+    return out
+
+
+def _most(table):
+    """The most distinct experts an event can need: bounded by its rows, up to a power of two for few compilations."""
+    rows = int(table.rows.max(initial=1))
+    most = min(table.E, rows * table.K)
+    return most if rows == 1 else min(table.E, 1 << (most - 1).bit_length())
+
+
+def _ragged(table, settings):
+    return settings.contract == "sequential" and bool((table.rows != 1).any())
+
+
+def _pack(mask):
+    """[..., E] bool -> [..., W] uint32, expert e in bit e % 32 of word e // 32."""
+    E = mask.shape[-1]
+    padded = np.zeros((*mask.shape[:-1], -(-E // 32) * 32), bool)
+    padded[..., :E] = mask
+    return np.ascontiguousarray(np.packbits(padded, axis=-1, bitorder="little")).view("<u4")
+
+
+def _unpack(words, E):
+    """The inverse of `_pack`."""
+    return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")[..., :E].astype(bool)
+
+
+def _events(table, lanes, logs, u, q):
+    """The record of unit u, capacity q, in the trace's order."""
+    log = _empty_log(table)
+    log.need[:] = table.need(0, table.S).reshape(-1, table.E)
+    shape = (table.S, table.L)
+    lane, at = np.nonzero(lanes >= 0)
+    steps = lanes[lane, at]
+    for name, E in (("hit", table.E), ("admit", table.E), ("evictions", None)):
+        values = np.asarray(logs[name])[at, lane, u, q]  # [S, L, ...]
+        values = values if E is None else _unpack(values, E)
+        getattr(log, name).reshape(*shape, *values.shape[2:])[steps] = values
+    return log
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+
+def _digest(state):
+    hashed = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+        leaf = np.asarray(leaf)
+        hashed.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
+    return hashed.digest()
+
+
+def _fingerprint(policy, table, settings):
+    """What decides the compiled program: the text of the policy's functions, with the constants they hold.
+
+    Policies that differ only in the state they start from (a table, a seed) have the same text, so they share a program
+    and run side by side; a new instance of a known policy does not compile again.
+    """
+    L, E = table.L, table.E
+    state = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype),
+        fresh_state(policy, np, L, E, settings.seed, settings.capacities, settings.scope == "global"),
+    )
+    integer = jax.ShapeDtypeStruct((), np.int32)
+
+    def functions(state, layer, need, scores, t, pairs, resident):
+        seen = policy.observe(jnp, state, layer, need, scores, t)
+        out = policy.priority(jnp, seen, pairs, pairs, t), policy.reset(jnp, state)
+        return out, policy.commit(jnp, seen, layer, resident, t) if policy.in_cache else seen
+
+    shapes = [((E,), bool), ((E,), np.float32), ((), np.int32), ((E,), np.int32), ((L, E), bool)]
+    traced = jax.make_jaxpr(functions)(state, integer, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    text = f"{traced.jaxpr}|{policy.in_cache}|{policy.uses_scores}|{settings.scope}|{settings.contract}"
+    return hashlib.sha256(f"{text}|{settings.reset}|{settings.events}|{L},{E}".encode()).digest() + _digest(
+        traced.consts
+    )
+
+
+def _program(key, policy, settings):
+    if key not in _programs:
+        loop = partial(
+            _loop,
+            policy,
+            in_pool=settings.scope == "global",
+            contract=settings.contract,
+            cold=settings.reset == "request",
+            log=settings.events,
+        )
+        _programs[key] = jax.jit(loop, static_argnames=("E", "most", "ragged"))
+    return _programs[key]
+
+
+def _loop(policy, carry, initial, capacities, xs, n, *, E, most, ragged, in_pool, contract, cold, log):
+    """The first `n` steps of all lanes: (carry, record by name, [width, P, U, Q, L, ...] each, empty without `log`).
+
+    carry: policy states [P, U, ...], residents [P, U, Q, ...], counts [P, U, Q, 2, L, 4]. initial: states [U, ...].
+    capacities: [U, Q, L]. xs: step-major inputs of all lanes, see `_inputs`.
+    """
+    width, P, L, W = xs["need"].shape
+    U, Q = capacities.shape[:2]
+    access = partial(_access, policy, _pool_event if in_pool else _layer_event, E=E, L=L, most=most)
+    if contract == "sequential":
+        serve = partial(_serve_in_order, access, E=E, ragged=ragged)
+    else:
+        serve = partial(_serve, access, forced=contract == "atomic-forced-admit")
+    serve = partial(serve, in_pool=in_pool, E=E)
+    # Policy states share an event, and lanes share the layer, so that rows of states are read and written as slices.
+    # arguments: state, residents, layer, need, scores, order, t, capacity
+    serve = jax.vmap(serve, in_axes=(0, 0, None, None, None, None, None, 0))
+    serve = jax.vmap(serve, in_axes=(0, 0, None, 0, 0, 0, 0, None))
+    told = jax.vmap(jax.vmap(partial(policy.reset, jnp)))
+
+    def step(i, carry):
+        states, residents, counts, record = carry
+        x = {name: jax.lax.dynamic_index_in_dim(values, i, keepdims=False) for name, values in xs.items()}
+        if cold:
+            states = jax.tree.map(lambda old, new: _at(x["start"], new[None], old), states, initial)
+            residents = _at(x["start"], jnp.zeros_like(residents), residents)
+        else:
+            states = jax.tree.map(lambda old, new: _at(x["start"], new, old), states, told(states))
+
+        def serve_layer(inner, layer):
+            def here(name, missing):
+                return jax.lax.dynamic_index_in_dim(x[name], layer, 1, keepdims=False) if name in x else missing
+
+            states, residents, *out = serve(
+                *inner,
+                layer,
+                here("need", None),
+                here("scores", jnp.zeros((P, E), jnp.float32)),
+                here("order", jnp.zeros((P, 0), jnp.int32)),
+                x["step"] * L + layer,
+                jax.lax.dynamic_index_in_dim(capacities, layer, 2, keepdims=False),
+            )
+            return (states, residents), out
+
+        (states, residents), out = jax.lax.scan(serve_layer, (states, residents), jnp.arange(L, dtype=jnp.int32))
+        change, hit, admit = (jnp.moveaxis(values, 0, 3) for values in out)  # [P, U, Q, L, ...]
+        in_phase = (x["phase"][:, None] == jnp.arange(2))[:, None, None, :, None, None]
+        counts = counts + jnp.where(in_phase, change[:, :, :, None], 0)
+        if log:
+            new = {"hit": hit, "admit": admit, "evictions": change[..., EVICTIONS]}
+            record = {name: jax.lax.dynamic_update_index_in_dim(record[name], new[name], i, 0) for name in record}
+        return states, residents, counts, record
+
+    record = {}
+    if log:
+        shape = (width, P, U, Q, L)
+        record = {name: jnp.zeros((*shape, W), jnp.uint32) for name in ("hit", "admit")}
+        record["evictions"] = jnp.zeros(shape, jnp.int32)
+    *carry, record = jax.lax.fori_loop(0, n, step, (*carry, record))
+    return tuple(carry), record
+
+
+def _at(lanes, new, old):
+    """`new` in the lanes [P] that are true, `old` elsewhere."""
+    return jnp.where(lanes.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+
+
+# -------------------------------------------------------------------------------------------------- one event, one lane
+
+
+def _serve(access, state, residents, layer, need, scores, order, t, capacity, *, forced, in_pool, E):
+    """An atomic event: (state, residents, change [Q, 4] by `COUNTERS`, hit and admit [Q, W] words)."""
+    del order
+    state, residents, hit, evictions = access(state, residents, layer, need, scores, t, capacity, forced=forced)
+    miss = need & ~hit
+    admit = miss & _layer_words(residents, layer, in_pool, E)
+    bypasses = _count(miss) - _count(admit)
+    return state, residents, jnp.stack([_count(hit), _count(miss), bypasses, evictions], -1), hit, admit
+
+
+def _serve_in_order(access, state, residents, layer, need, scores, order, t, capacity, *, ragged, in_pool, E):
+    """The experts of an event one after the other, each an event of its own; returns what `_serve` does."""
+    W, Q = need.shape[0], capacity.shape[0]
+
+    def one(place, carry):
+        state, residents, hit, evictions = carry
+        expert = order[place]
+        bit = jnp.uint32(1) << (expert % 32).astype(jnp.uint32)
+        alone = jnp.where((jnp.arange(W) == expert // 32) & (expert >= 0), bit, jnp.uint32(0))
+        new, residents, hits, more = access(
+            state, residents, layer, alone, scores, t * E + place, capacity, forced=True
+        )
+        if ragged:  # a place beyond the event's end is no event: the policy must not see it
+            new = jax.tree.map(lambda after, before: jnp.where(expert >= 0, after, before), new, state)
+        return new, residents, hit | hits, evictions + more
+
+    nothing = jnp.zeros((Q, W), jnp.uint32), jnp.zeros((Q,), jnp.int32)
+    state, residents, hit, evictions = jax.lax.fori_loop(0, order.shape[0], one, (state, residents, *nothing))
+    miss = need & ~hit
+    admit = miss & _layer_words(residents, layer, in_pool, E)
+    change = jnp.stack([_count(hit), _count(miss), jnp.zeros_like(evictions), evictions], -1)
+    return state, residents, change, hit, admit
+
+
+def _access(policy, event, state, residents, layer, need, scores, t, capacity, *, forced, E, L, most):
+    """Observe, decide for every capacity, commit: (state, residents, hit [Q, W] words, evictions [Q])."""
+    state = policy.observe(jnp, state, layer, _bools(need, E), scores, t)
+    residents, hit, evictions = event(
+        partial(policy.priority, jnp, state), residents, layer, need, t, capacity, forced=forced, E=E, L=L, most=most
+    )
+    if policy.in_cache:  # then Q = 1
+        first = residents[0]
+        state = policy.commit(jnp, state, layer, first.reshape(L, E) if first.dtype == bool else _bools(first, E), t)
+    return state, residents, hit, evictions
+
+
+def _layer_event(priority, residents, layer, need, t, capacity, *, forced, E, L, most):
+    """Scope `layer`; residents [Q, L, W] words, need [W] words, capacity [Q]."""
+    del L, most
+    expert = jnp.arange(E, dtype=jnp.int32)
+    key = _retention_key(jnp, priority(jnp.full_like(expert, layer), expert, t))
+    mine, other = key[:, None], key[None, :]
+    earlier = expert[None, :] < expert[:, None]
+    before = _words((other > mine) | ((other == mine) & earlier))  # [E, W]
+    later = jnp.asarray(_pack(np.arange(E)[None, :] > np.arange(E)[:, None]))  # [E, W]
+    needed = _bools(need, E)
+
+    def decide(resident, capacity):
+        hit, miss = need & resident, need & ~resident
+        if forced:  # what is processed last stays: misses come after hits, each in ascending order
+            rank = _count(need) + _count((resident & ~need) & before)
+            last = jnp.where(_bools(miss, E), _count(miss & later), _count(miss) + _count(hit & later))
+            rank = jnp.where(needed, last, rank)
+        else:
+            rank = _count((resident | need) & before)
+        kept = _words(rank < capacity) & (resident | need)
+        return kept, hit, _count(resident & ~kept)
+
+    resident = jax.lax.dynamic_index_in_dim(residents, layer, 1, keepdims=False)
+    kept, hit, evictions = jax.vmap(decide)(resident, capacity)
+    return jax.lax.dynamic_update_index_in_dim(residents, kept, layer, 1), hit, evictions
+
+
+def _pool_event(priority, residents, layer, need, t, capacity, *, forced, E, L, most):
+    """Scope `global`; residents [Q, L * E] bool, need [W] words, capacity [Q]."""
+    grid = jnp.arange(L * E, dtype=jnp.int32)
+    key = _retention_key(jnp, priority(grid // E, grid % E, t))
+    needed = _bools(need, E)
+    all_needed = jax.lax.dynamic_update_slice(jnp.zeros((L * E,), bool), needed, (layer * E,))
+
+    def decide(resident, capacity):
+        local = jax.lax.dynamic_slice(resident, (layer * E,), (E,))
+        hit = needed & local
+        own = key
+        if forced:
+            first = _forced_key(jnp, hit, needed & ~local)
+            old = jax.lax.dynamic_slice(key, (layer * E,), (E,))
+            own = jax.lax.dynamic_update_slice(key, jnp.where(needed, first, old), (layer * E,))
+        kept = _cut(own, resident | all_needed, capacity, most)
+        return kept, _words(hit), jnp.sum(resident & ~kept, dtype=jnp.int32)
+
+    return jax.vmap(decide)(residents, capacity)
+
+
+def _cut(key, candidate, capacity, most):
+    """[n] bool: the `capacity` candidates of highest `key` [n] int32, ties to the lower index; `most` or fewer leave."""
+    n = key.shape[0]
+    index = jnp.arange(n, dtype=jnp.int32)
+    excess = jnp.sum(candidate, dtype=jnp.int32) - capacity
+    if most <= FEW_DROPS:
+
+        def drop(i, candidate):
+            low = jnp.min(jnp.where(candidate, key, INT32_MAX))
+            last = jnp.max(jnp.where(candidate & (key == low), index, -1))
+            return candidate & ((index != last) | (i >= excess))
+
+        for i in range(most):
+            candidate = drop(i, candidate)
+        return candidate
+
+    def narrow(count_at, low, high, rounds):
+        """The smallest value with count_at(value) >= 1, between low and high."""
+
+        def half(_, bounds):
+            low, high = bounds
+            middle = (low & high) + ((low ^ high) >> 1)  # rounds down and does not overflow
+            enough = count_at(middle)
+            return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+        return jax.lax.fori_loop(0, rounds, half, (jnp.int32(low), jnp.int32(high)))[1]
+
+    # The key up to which candidates leave, then the index from which those that tie with it do.
+    edge = narrow(lambda v: jnp.sum(candidate & (key <= v), dtype=jnp.int32) >= excess, ABSENT_KEY, INT32_MAX, 32)
+    tied = candidate & (key == edge)
+    rest = excess - jnp.sum(candidate & (key < edge), dtype=jnp.int32)
+    back = narrow(lambda v: jnp.sum(tied & (index >= n - 1 - v), dtype=jnp.int32) >= rest, 0, n - 1, n.bit_length())
+    leaves = (candidate & (key < edge)) | (tied & (index >= n - 1 - back))
+    return candidate & ~(leaves & (excess > 0))
+
+
+def _count(words):
+    """int32 [...]: bits set in [..., W] words."""
+    return jnp.sum(jax.lax.population_count(words), axis=-1, dtype=jnp.int32)
+
+
+def _bools(words, E):
+    """[..., E] bool from [..., W] words."""
+    expert = jnp.arange(E)
+    return (words[..., expert // 32] >> (expert % 32).astype(jnp.uint32)) & 1 != 0
+
+
+def _words(mask):
+    """[..., W] uint32 words from [..., E] bool."""
+    E = mask.shape[-1]
+    W = -(-E // 32)
+    mask = jnp.pad(mask, [*[(0, 0)] * (mask.ndim - 1), (0, W * 32 - E)]).reshape(*mask.shape[:-1], W, 32)
+    return jnp.sum(
+        jnp.where(mask, jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32), jnp.uint32(0)), axis=-1, dtype=jnp.uint32
+    )
+
+
+def _layer_words(residents, layer, in_pool, E):
+    """[Q, W] words: the residents of one layer."""
+    if in_pool:
+        return _words(jax.lax.dynamic_slice_in_dim(residents, layer * E, E, 1))
+    return jax.lax.dynamic_index_in_dim(residents, layer, 1, keepdims=False)
