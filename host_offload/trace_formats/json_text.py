@@ -102,12 +102,12 @@ class _Text:
         while True:
             try:
                 value, end = json.JSONDecoder().raw_decode(self.window, self.at)
+                break
             except json.JSONDecodeError as error:
-                if self.more(size):
-                    size *= 2  # so that an object larger than the block is parsed a few times only
-                    continue
-                self.fail(f"not JSON: {error.msg}", error.pos - self.at)
-            break
+                reached = error.pos - self.at  # more() moves the window
+                if not self.more(size):
+                    self.fail(f"not JSON: {error.msg}", reached)
+                size *= 2  # so that an object larger than the block is parsed a few times only
         if not isinstance(value, dict):
             self.fail(f"expected an object, got {self.window[self.at : self.at + 20]!r}")
         offset = self.offset

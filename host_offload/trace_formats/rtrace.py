@@ -105,7 +105,7 @@ def write(trace: Trace, path: Path) -> list[str]:
     write_whole(path, lambda file: file.write(head + records.tobytes()))
     chosen = np.take_along_axis(request.scores, request.experts.astype(np.int64), -1)
     same = request.weights is None or bool((chosen == request.weights).all())
-    holds = ["scores", "moe_layers", "E"] + ["weights"] * same + ["phase"] * (request.prompt_tokens == 0)
+    holds = ["scores", "moe_layers", "E"] + ["weights"] * same
     return losses(trace, holds)
 
 

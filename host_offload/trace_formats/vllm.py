@@ -141,7 +141,7 @@ def write(trace: Trace, path: Path) -> list[str]:
     request = single_request(trace, f"vllm ({path.suffix})")
     if path.suffix == ".npy":
         write_whole(path, lambda file: np.save(file, request.experts))
-        return losses(trace, ("K",) if request.prompt_tokens else ("K", "phase"))
+        return losses(trace, ("K",))
     prompt, routed = parts(request)
     write_whole(path, lambda file: np.savez_compressed(file, **{PROMPT: prompt, ROUTED: routed}))
     return losses(trace, ("phase", "K"))
