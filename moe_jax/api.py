@@ -15,7 +15,7 @@ from host_offload.policy import Policy
 from host_offload.trace import Trace
 from moe_jax.checkpoint import Checkpoint, resolve
 from moe_jax.config import CACHE_SIZE_KEYS, OffloadConfig
-from moe_jax.engine.engine import Run
+from moe_jax.engine.engine import Run, power_of_two
 from moe_jax.engine.loading import (
     CacheBuilder,
     build_engine,
@@ -102,15 +102,22 @@ class MoE:
         self.max_sequence_length, pages = kv_plan(parts.cfg, parts.dtype, config, memory)
         dense = sum(leaf.nbytes for leaf in _leaves(parts.params))
         kv = pages * config.page_size * parts.cfg.kv_bytes_per_token(parts.dtype)
+        states = power_of_two(config.max_batch) * parts.cfg.state_bytes(parts.dtype)
         spec = parts.spec
         kind, why = choose_transport(config, memory, spec.L * spec.E * spec.row_bytes)
         logger.info("transport %s: %s", kind, why)
         self._transport_choice = why
         self.config = config.replace(transport=kind)
-        reserved = dense + kv + (WORKSPACE_BYTES if memory else 0)
+        reserved = dense + kv + states + (WORKSPACE_BYTES if memory else 0)
         self._builder = CacheBuilder(parts, self.config, reserved, memory)
         self._builder.pool = pool
-        self._plan = {"dense_bytes": dense, "kv_bytes": kv, "kv_pages": pages, "device_bytes": memory}
+        self._plan = {
+            "dense_bytes": dense,
+            "kv_bytes": kv,
+            "kv_pages": pages,
+            "state_bytes": states,  # of the largest batch
+            "device_bytes": memory,
+        }
         chosen = make_policy(policy if policy is not None else self.config.policy, kind)
         self._builder.budget(self.config)  # errors in sizes and policy come before the pool is filled
         check_policy(chosen.policy, kind, spec)

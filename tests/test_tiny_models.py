@@ -71,7 +71,7 @@ def test_recorded_arrays_agree_with_each_other(name, expected):
             assert (np.diff(weights) <= 0).all()
             assert all(len(set(row)) == chosen for row in indices.tolist())
             if config.get("norm_topk_prob", True):
-                np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-6)
+                np.testing.assert_allclose(weights.sum(-1), config.get("routed_scaling_factor", 1), atol=1e-6)
 
 
 def test_qwen3_layers_are_sparse_by_step_and_not_by_list(expected):
@@ -108,7 +108,9 @@ def test_transformers_reads_the_config(name, tiny):
 
     config, written = AutoConfig.from_pretrained(tiny(name)), RECIPES[name].config
     assert config.model_type == written["model_type"]
-    assert config.num_local_experts == (written.get("num_experts") or written["num_local_experts"])
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    counts = {getattr(config, key, None) or written[key] for key in names if key in written}
+    assert counts == {written[key] for key in names if key in written}
     theta = written["rope_theta"] if "rope_theta" in written else written["rope_parameters"]["rope_theta"]
     assert config.rope_parameters["rope_theta"] == theta
 

@@ -53,8 +53,10 @@ def initial_value(name: str, shape: tuple[int, ...], tied: bool = False) -> np.n
     if tied and name.endswith("embed_tokens.weight"):
         name = "lm_head.weight"
     normal = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
+    if name.endswith("e_score_correction_bias"):
+        return 0.15 * normal  # as far apart as neighbouring scores: the choice differs with and without it
     if len(shape) == 1:
-        return 1.0 + 0.15 * normal  # a norm weight: none of these families has biases
+        return 1.0 + 0.15 * normal  # a norm weight
     if name.endswith("embed_tokens.weight"):
         return normal
     if name.endswith("lm_head.weight"):
@@ -118,6 +120,42 @@ def decoder_parameters(config: dict) -> Shapes:
     yield "model.norm.weight", (width,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (vocabulary, width)
+
+
+def _latent_attention(prefix: str, config: dict) -> Shapes:
+    width, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    nope, rope, v = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    if config["q_lora_rank"] is None:
+        yield f"{prefix}.q_proj.weight", (heads * (nope + rope), width)
+    else:
+        yield f"{prefix}.q_a_proj.weight", (config["q_lora_rank"], width)
+        yield f"{prefix}.q_a_layernorm.weight", (config["q_lora_rank"],)
+        yield f"{prefix}.q_b_proj.weight", (heads * (nope + rope), config["q_lora_rank"])
+    yield f"{prefix}.kv_a_proj_with_mqa.weight", (rank + rope, width)
+    yield f"{prefix}.kv_a_layernorm.weight", (rank,)
+    yield f"{prefix}.kv_b_proj.weight", (heads * (nope + v), rank)
+    yield f"{prefix}.o_proj.weight", (width, heads * v)
+
+
+def deepseek_parameters(config: dict) -> Shapes:
+    """Parameters of DeepSeek-V2 and V3: latent attention, dense layers first, then routed and shared experts."""
+    width, vocabulary, expert_width = config["hidden_size"], config["vocab_size"], config["moe_intermediate_size"]
+    yield "model.embed_tokens.weight", (vocabulary, width)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        yield f"{layer}.input_layernorm.weight", (width,)
+        yield from _latent_attention(f"{layer}.self_attn", config)
+        yield f"{layer}.post_attention_layernorm.weight", (width,)
+        if i < config["first_k_dense_replace"]:
+            yield from _dense_mlp(f"{layer}.mlp", config)
+            continue
+        yield from _glu_experts(f"{layer}.mlp", config, config["n_routed_experts"], expert_width)
+        if config["model_type"] == "deepseek_v3":
+            yield f"{layer}.mlp.gate.e_score_correction_bias", (config["n_routed_experts"],)
+        shared = {"hidden_size": width, "intermediate_size": expert_width * config["n_shared_experts"]}
+        yield from _dense_mlp(f"{layer}.mlp.shared_experts", shared)
+    yield "model.norm.weight", (width,)
+    yield "lm_head.weight", (vocabulary, width)
 
 
 # ---------------------------------------------------------------------------------------------- file layouts
@@ -241,6 +279,73 @@ _OLMOE = _COMMON | {
     "pad_token_id": 1,
 }
 
+_YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+
+_DEEPSEEK_V2_LITE = _COMMON | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "attention_bias": False,
+    "max_position_embeddings": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+_DEEPSEEK_V2 = _DEEPSEEK_V2_LITE | {
+    "q_lora_rank": 24,
+    "v_head_dim": 16,
+    "num_experts_per_tok": 3,
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 4.0,
+    "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.707},
+}
+
+_DEEPSEEK_V3 = _DEEPSEEK_V2 | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+
 RECIPES: dict[str, Recipe] = {
     "mixtral": Recipe(
         "top-2 renormalised after softmax, grouped queries, released names w1/w2/w3",
@@ -280,5 +385,26 @@ RECIPES: dict[str, Recipe] = {
         _OLMOE,
         decoder_parameters,
         per_expert_layout,
+    ),
+    "deepseek_v2_lite": Recipe(
+        "latent attention without query compression, greedy router, two shared experts, YaRN with equal mscales",
+        _DEEPSEEK_V2_LITE,
+        deepseek_parameters,
+        per_expert_layout,
+        prompt_length=40,
+    ),
+    "deepseek_v2": Recipe(
+        "compressed queries, the best experts of the best groups (by maximum), scaling 4, unequal mscales",
+        _DEEPSEEK_V2,
+        deepseek_parameters,
+        per_expert_layout,
+        prompt_length=40,
+    ),
+    "deepseek_v3": Recipe(
+        "sigmoid router with correction bias, groups by their two best, renormalised and scaled by 2.5",
+        _DEEPSEEK_V3,
+        deepseek_parameters,
+        per_expert_layout,
+        prompt_length=40,
     ),
 }

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.transport.base import StateLost
-from moe_jax.engine.kv_cache import OutOfPages, PageAllocator, PagedKV
+from moe_jax.engine.kv_cache import OutOfPages, PageAllocator, PagedKV, create_states
 from moe_jax.engine.programs import NO_TOKEN, LoopState, Programs
 from moe_jax.engine.stats import RunStats
 from moe_jax.errors import MoEJaxError, TransportError
@@ -53,14 +53,18 @@ class Engine:
         self.platform = jax.devices()[0].platform
         self.prefill_chunk = prefill_chunk or DEFAULT_CHUNK.get(self.platform, 512)
         self.decode_chunk = decode_chunk
-        pool = PagedKV.create(cfg, kv_pages, page_size, 1, 1, dtype)
-        self._kv = pool.k, pool.v
-        self.kv_bytes = pool.bytes
         self.page_size, self.kv_pages = page_size, kv_pages
+        self._kv = self._create_pages()
+        self.kv_bytes = sum(pool.nbytes for pool in jax.tree.leaves(self._kv))
         self._pages = PageAllocator(kv_pages)
         self.requests = self.steps = 0
         self.running: Run | None = None
         self.use_transport(transport, state)
+
+    def _create_pages(self):
+        """Empty pages of all layers, shared by the sequences of every batch; states belong to a batch (`Run._open`)."""
+        layout = self.cfg.cache_layout()
+        return PagedKV.create(layout, self.kv_pages, self.page_size, 1, 1, self.dtype).pages
 
     def use_transport(self, transport, state):
         """Switches to another cache; programs are compiled anew for it."""
@@ -101,8 +105,7 @@ class Engine:
         cache, kv = _usable(self.cache), _usable(self._kv)  # waits, so no callback runs after this
         self.transport.take_error()
         if not kv:
-            pool = PagedKV.create(self.cfg, self.kv_pages, self.page_size, 1, 1, self.dtype)
-            self._kv = pool.k, pool.v
+            self._kv = self._create_pages()
         if not cache:
             try:
                 self.cache = self.transport.rebuild()
@@ -144,7 +147,7 @@ class Run:
         with self._guard():
             kv = self._open([len(p) for p in self.prompts])
             kv, chunks = self._prefill(kv, everything=True)
-            self.engine._kv = kv.k, kv.v
+            self.engine._kv = kv.pages
         logits = np.concatenate(chunks, axis=1)
         return [logits[row, : len(p)] for row, p in enumerate(self.prompts)]
 
@@ -272,7 +275,7 @@ class Run:
             kv, engine.cache, out, routed = engine.programs.run(
                 "prefill", (2, 3, 5), static, engine.params, engine.operands, kv, engine.cache, batch, logits
             )
-            engine._kv = kv.k, kv.v
+            engine._kv = kv.pages
             if everything:
                 chunks.append(np.asarray(out)[: len(self.prompts)])
             else:
@@ -323,14 +326,14 @@ class Run:
         for row, count in enumerate(needed):
             table[row, :count] = self._pages[at : at + count]
             at += count
-        k, v = engine._kv
-        return PagedKV(k, v, *jax.device_put((table, np.zeros(self.rows, np.int32))))
+        states = create_states(engine.cfg.cache_layout(), self.rows, engine.dtype)
+        return PagedKV(engine._kv, states, *jax.device_put((table, np.zeros(self.rows, np.int32))))
 
     def _keep(self, loop):
         """Books the state of a call before anything is waited for: an interrupt must not lose donated buffers."""
         self._loop = loop
         self.engine.cache = loop.cache
-        self.engine._kv = loop.kv.k, loop.kv.v
+        self.engine._kv = loop.kv.pages
 
     def _count_compilation(self):
         programs = self.engine.programs

@@ -1,9 +1,14 @@
-"""Paged key/value cache: one pool of pages a layer on the device, and the host-side allocator of pages."""
+"""The sequence cache: pages of per-token tensors and per-sequence states on the device, and the allocator of pages.
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+What a layer keeps is the model's affair and is described by `LayerCache`: keys and values, latents of MLA, or the
+states of a recurrent layer. Pages and the page table are the same for all of them.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,36 +19,75 @@ from moe_jax.errors import MoEJaxError
 TRASH_PAGE = 0
 
 
-class KVShape(Protocol):
-    """What the cache needs to know of a model."""
-
-    num_hidden_layers: int
-    num_key_value_heads: int
-    head_dim: int
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "page_table", "lengths"], meta_fields=[])
 @dataclass(frozen=True)
-class PagedKV:
-    """Keys and values of B sequences, stored in pages of P tokens.
+class StateTensor:
+    """A tensor that a layer keeps once a sequence: its shape, and its dtype (None: the cache's)."""
 
-    Token s of sequence b lies in page `page_table[b, s // P]` at offset `s % P`. Page 0 belongs to nobody: unused
-    entries of the table point to it and dead positions write to it, so its content is never meaningful.
-    All methods are pure; donate the old value at the jit boundary and the pools are updated in place.
+    shape: tuple[int, ...]
+    dtype: Any = None
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What one decoder layer keeps of the past.
+
+    paged: name -> shape of what it stores for every token, such as {"k": (G, H), "v": (G, H)}.
+    states: name -> what it stores once a sequence, however long; all zero before the first token.
     """
 
-    k: tuple[Array, ...]  # a layer: [num_pages, P, G, H]
-    v: tuple[Array, ...]  # a layer: [num_pages, P, G, H]
+    paged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    states: Mapping[str, StateTensor] = field(default_factory=dict)
+
+
+def token_bytes(layout: Sequence[LayerCache], dtype) -> int:
+    """Bytes that one token takes in the pages of all layers."""
+    return sum(math.prod(shape) for layer in layout for shape in layer.paged.values()) * jnp.dtype(dtype).itemsize
+
+
+def state_bytes(layout: Sequence[LayerCache], dtype) -> int:
+    """Bytes of the states of one sequence over all layers."""
+    states = [state for layer in layout for state in layer.states.values()]
+    return sum(math.prod(state.shape) * jnp.dtype(state.dtype or dtype).itemsize for state in states)
+
+
+def create_states(layout: Sequence[LayerCache], batch: int, dtype) -> tuple[dict[str, Array], ...]:
+    """Zero states of `batch` sequences, a dict a layer: name -> [B, *shape]."""
+    return tuple(
+        {name: jnp.zeros((batch, *state.shape), state.dtype or dtype) for name, state in layer.states.items()}
+        for layer in layout
+    )
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["pages", "states", "page_table", "lengths"], meta_fields=[])
+@dataclass(frozen=True)
+class PagedKV:
+    """What B sequences keep of their past: tensors of every token, in pages of P tokens, and states.
+
+    Token s of sequence b lies in page `page_table[b, s // P]` at offset `s % P`. Page 0 belongs to nobody: unused
+    entries of the table point to it and dead positions write to it, so its content is never meaningful. States belong
+    to the rows of the batch, and a layer must leave the state of a row alone where the row has no live token.
+    All methods are pure; donate the old value at the jit boundary and pages and states are updated in place.
+    """
+
+    pages: tuple[dict[str, Array], ...]  # a layer: name -> [num_pages, P, *shape]
+    states: tuple[dict[str, Array], ...]  # a layer: name -> [B, *shape]
     page_table: Array  # [B, pages] int32
     lengths: Array  # [B] int32, tokens stored
 
     @classmethod
     def create(
-        cls, cfg: KVShape, num_pages: int, page_size: int, batch: int, pages_per_sequence: int, dtype
+        cls,
+        layout: Sequence[LayerCache],
+        num_pages: int,
+        page_size: int,
+        batch: int,
+        pages_per_sequence: int,
+        dtype,
     ) -> "PagedKV":
         """Empty cache of zeros on the default device; page 0 is counted in `num_pages`.
 
-        Raises ValueError if a size is below its minimum (two pages: the trash page and one to use).
+        Raises ValueError if a size is below its minimum (two pages: the trash page and one to use) or if no layer
+        stores anything a token.
         """
         for name, value, least in (
             ("num_pages", num_pages, 2),
@@ -53,11 +97,14 @@ class PagedKV:
         ):
             if value < least:
                 raise ValueError(f"{name} = {value}: must be at least {least}")
-        shape = (num_pages, page_size, cfg.num_key_value_heads, cfg.head_dim)
-        layers = range(cfg.num_hidden_layers)
+        if not any(layer.paged for layer in layout):
+            raise ValueError(f"layout = {layout}: no layer stores anything in pages; at least one must")
         return cls(
-            k=tuple(jnp.zeros(shape, dtype) for _ in layers),
-            v=tuple(jnp.zeros(shape, dtype) for _ in layers),
+            pages=tuple(
+                {name: jnp.zeros((num_pages, page_size, *shape), dtype) for name, shape in layer.paged.items()}
+                for layer in layout
+            ),
+            states=create_states(layout, batch, dtype),
             page_table=jnp.zeros((batch, pages_per_sequence), jnp.int32),
             lengths=jnp.zeros((batch,), jnp.int32),
         )
@@ -65,20 +112,21 @@ class PagedKV:
     @property
     def page_size(self) -> int:
         """P, tokens a page."""
-        return self.k[0].shape[1]
+        return next(pool.shape[1] for layer in self.pages for pool in layer.values())
 
     @property
     def bytes(self) -> int:
-        """Device bytes of all pools (the page table and the lengths are left out: a few kB)."""
-        return sum(pool.size * pool.dtype.itemsize for pool in (*self.k, *self.v))
+        """Device bytes of all pages (states, the page table and the lengths are left out)."""
+        return sum(pool.nbytes for pool in jax.tree.leaves(self.pages))
 
     def extend(self, live: Array) -> "PagedKV":
         """Count the live new tokens, live [B, T] bool, as stored; each layer's `write` then fills them in."""
         return replace(self, lengths=self.lengths + jnp.sum(live, axis=1, dtype=jnp.int32))
 
-    def write(self, layer: int, k: Array, v: Array, positions: Array, live: Array) -> "PagedKV":
-        """Store k, v [B, T, G, H] of `layer` (static) at positions [B, T] where live [B, T]; the rest is discarded.
+    def write(self, layer: int, tensors: Mapping[str, Array], positions: Array, live: Array) -> "PagedKV":
+        """Store what `layer` (static) keeps of new tokens where live [B, T]; the rest is discarded.
 
+        tensors: name -> [B, T, *shape], all names of the layer; positions: [B, T] int32.
         The caller promises that the page table covers every live position.
         """
         P = self.page_size
@@ -87,16 +135,17 @@ class PagedKV:
         pages = jnp.take_along_axis(self.page_table, page_number, axis=1)  # [B, T]
         pages = jnp.where(live, pages, TRASH_PAGE)
         offsets = positions % P
-        new_k = self.k[layer].at[pages, offsets].set(k.astype(self.k[layer].dtype), mode="promise_in_bounds")
-        new_v = self.v[layer].at[pages, offsets].set(v.astype(self.v[layer].dtype), mode="promise_in_bounds")
-        return replace(
-            self,
-            k=(*self.k[:layer], new_k, *self.k[layer + 1 :]),
-            v=(*self.v[:layer], new_v, *self.v[layer + 1 :]),
-        )
+        pools = self.pages[layer]
+        if tensors.keys() != pools.keys():
+            raise ValueError(f"layer {layer} stores {sorted(pools)} for each token, not {sorted(tensors)}")
+        new = {
+            name: pools[name].at[pages, offsets].set(value.astype(pools[name].dtype), mode="promise_in_bounds")
+            for name, value in tensors.items()
+        }
+        return replace(self, pages=(*self.pages[:layer], new, *self.pages[layer + 1 :]))
 
-    def gather(self, layer: int, page_numbers: Array | None = None) -> tuple[Array, Array]:
-        """Keys and values of `layer` in sequence order, [B, pages * P, G, H] each.
+    def gather(self, layer: int, name: str, page_numbers: Array | None = None) -> Array:
+        """The tensor `name` of `layer` in sequence order, [B, pages * P, *shape].
 
         `page_numbers` [B, n] selects columns of the page table (n pages a sequence) in place of all of them.
         Positions at or past `lengths` hold whatever the pages hold: mask them.
@@ -105,10 +154,17 @@ class PagedKV:
         if page_numbers is not None:
             table = jnp.take_along_axis(table, page_numbers, axis=1, mode="clip")
         B, n = table.shape
-        _, P, G, H = self.k[layer].shape
-        keys = self.k[layer].at[table].get(mode="promise_in_bounds")  # [B, n, P, G, H]
-        values = self.v[layer].at[table].get(mode="promise_in_bounds")
-        return keys.reshape(B, n * P, G, H), values.reshape(B, n * P, G, H)
+        pool = self.pages[layer][name]
+        _, P, *shape = pool.shape
+        return pool.at[table].get(mode="promise_in_bounds").reshape(B, n * P, *shape)
+
+    def with_states(self, layer: int, states: Mapping[str, Array]) -> "PagedKV":
+        """The same cache with new states of `layer` (static): name -> [B, *shape], all names of the layer."""
+        old = self.states[layer]
+        if states.keys() != old.keys():
+            raise ValueError(f"layer {layer} has the states {sorted(old)}, not {sorted(states)}")
+        new = {name: value.astype(old[name].dtype) for name, value in states.items()}
+        return replace(self, states=(*self.states[:layer], new, *self.states[layer + 1 :]))
 
 
 class OutOfPages(MoEJaxError, RuntimeError):

@@ -70,7 +70,7 @@ def read_parts(checkpoint: Checkpoint, config: OffloadConfig, progress: bool | N
         raise CheckpointError("config.json: the model has no sparse layer, so there is nothing to offload")
     weights = map_checkpoint(
         checkpoint,
-        family.weight_table,
+        family.table(cfg),
         targets=targets(cfg),
         expert_tensors=cfg.expert_row_shapes(),
         moe_layers=list(cfg.moe_layers),

@@ -32,14 +32,14 @@ class AttentionCall:
     Args:
         positions: [B, T] int32, position of each new token in its sequence; ascending along a row.
         live: [B, T] bool, false for padding; the live tokens of a row come first.
-        cos, sin: [B, T, H/2] rotary tables of `positions`.
+        cos, sin: [B, T, H/2] rotary tables of `positions`, or None in a model without positions.
         implementation: "xla" reads the pages; "cudnn" reads the fresh chunk, which must start at position 0.
     """
 
     positions: Array
     live: Array
-    cos: Array
-    sin: Array
+    cos: Array | None
+    sin: Array | None
     implementation: Implementation
 
 
@@ -125,24 +125,51 @@ def paged_attention(
     Returns:
         [B, T, N, H] in q's dtype; rows of dead tokens are meaningless but finite.
     """
-    B, T, N, H = q.shape
+    B, T = q.shape[:2]
     P, pages = kv.page_size, kv.page_table.shape[1]
-    G = kv.k[layer].shape[2]
 
     span = pages if window is None else min(pages, (window + T + P - 3) // P + 1)
+    page_numbers = None
     if span < pages:
         first = jnp.clip((positions[:, 0] - (window - 1)) // P, 0, pages - span)  # [B]
         page_numbers = first[:, None] + jnp.arange(span, dtype=jnp.int32)  # [B, span]
-        keys, values = kv.gather(layer, page_numbers)
         key_positions = (page_numbers[:, :, None] * P + jnp.arange(P, dtype=jnp.int32)).reshape(B, span * P)
     else:
-        keys, values = kv.gather(layer)
         key_positions = jnp.broadcast_to(jnp.arange(span * P, dtype=jnp.int32), (B, span * P))
-    S = span * P
+    keys, values = kv.gather(layer, "k", page_numbers), kv.gather(layer, "v", page_numbers)
     stored = key_positions < kv.lengths[:, None]  # [B, S]
     # Pages are recycled: 0 * NaN left behind by another sequence must not reach this one.
     values = jnp.where(stored[:, :, None, None], values, 0).astype(values.dtype)
+    return blocked_attention(
+        q, keys, values, positions, key_positions, stored, window=window, scale=scale, max_scores=max_scores
+    )
 
+
+def blocked_attention(
+    q: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    key_positions: Array,
+    stored: Array,
+    *,
+    window: int | None,
+    scale: float,
+    max_scores: int = MAX_SCORES,
+) -> Array:
+    """Causal attention to given keys, by blocks of queries where the scores would be large.
+
+    Args:
+        q: [B, T, N, H] queries at `positions` [B, T].
+        keys: [B, S, G, H] at `key_positions` [B, S]; values: [B, S, G, Hv], finite everywhere.
+        stored: [B, S] bool, false where a key does not exist.
+        window, scale, max_scores: as for `paged_attention`.
+
+    Returns:
+        [B, T, N, Hv] in q's dtype.
+    """
+    B, T, N, H = q.shape
+    S, G = keys.shape[1:3]
     attend = partial(
         _attend_block,
         keys=keys,
@@ -152,10 +179,11 @@ def paged_attention(
         window=window,
         scale=scale,
     )
+    width = values.shape[-1]
     q = q.reshape(B, T, G, N // G, H)  # [B, T, G, R, H]
     block = 1 << max(4, (max_scores // (B * N * S)).bit_length() - 1)  # power of two: prefill chunks divide evenly
     if T <= block:
-        return attend(q, positions).reshape(B, T, N, H)
+        return attend(q, positions).reshape(B, T, N, width)
 
     blocks = -(-T // block)
     padding = blocks * block - T
@@ -164,7 +192,7 @@ def paged_attention(
     q = jnp.moveaxis(q.reshape(B, blocks, block, *q.shape[2:]), 1, 0)  # [blocks, B, block, G, R, H]
     positions = jnp.moveaxis(positions.reshape(B, blocks, block), 1, 0)
     out = lax.map(lambda part: attend(*part), (q, positions))
-    return jnp.moveaxis(out, 0, 1).reshape(B, blocks * block, N, H)[:, :T]
+    return jnp.moveaxis(out, 0, 1).reshape(B, blocks * block, N, width)[:, :T]
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -209,9 +237,10 @@ class GroupedQueryAttention(nnx.Module):
         with jax.named_scope("qkv"):
             heads = self.qkv(x).reshape(B, T, N + 2 * G, H)
             q, k, v = self.condition(*jnp.split(heads, (N, N + G), axis=2))
-            q, k = apply_rope(q, call.cos, call.sin), apply_rope(k, call.cos, call.sin)
+            if call.cos is not None:
+                q, k = apply_rope(q, call.cos, call.sin), apply_rope(k, call.cos, call.sin)
         with jax.named_scope("kv_write"):
-            kv = kv.write(self.layer, k, v, call.positions, call.live)
+            kv = kv.write(self.layer, {"k": k, "v": v}, call.positions, call.live)
         with jax.named_scope("attention"):
             scale = H**-0.5
             if call.implementation == "cudnn":

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-import jax.numpy as jnp
-
+from moe_jax.engine.kv_cache import LayerCache, state_bytes, token_bytes
 from moe_jax.errors import CheckpointError
+from moe_jax.layers.rope import Yarn
 
 # Names that older files or sibling classes use for the same field (tried in order after the field's own name).
 ALIASES = {"num_experts": ("num_local_experts", "n_routed_experts")}
@@ -18,25 +18,46 @@ def bad_field(name: str, value: Any, remedy: str) -> CheckpointError:
     return CheckpointError(f"config.json: {name} = {value!r}: {remedy}")
 
 
-def rope_theta(hf: Mapping[str, Any], default: float) -> float:
-    """Base of plain rotary embedding: from `rope_parameters`, else `rope_scaling`, else top level, else `default`.
+def read_rope(hf: Mapping[str, Any], default: float, types: tuple[str, ...]) -> tuple[float, Yarn | None]:
+    """(base of the rotary embedding, its YaRN extension or None).
 
-    Raises CheckpointError for every rope type but "default".
+    Settings come from `rope_parameters`, else `rope_scaling`; the base from there, else top level, else `default`.
+    Raises CheckpointError for a rope type that is not among `types` and for bad values.
     """
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     rope = hf.get(name) or {}
     if not isinstance(rope, Mapping):
         raise bad_field(name, rope, "must be an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise bad_field(f"{name}.rope_type", kind, 'this family supports only "default" (no scaling)')
+    if kind not in types:
+        raise bad_field(f"{name}.rope_type", kind, f"this family supports only {' and '.join(map(repr, types))}")
     partial_factor = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if partial_factor not in (None, 1, 1.0):
         raise bad_field("partial_rotary_factor", partial_factor, "this family rotates whole heads (1.0)")
     theta = rope.get("rope_theta", hf.get("rope_theta", default))
     if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 1:
         raise bad_field("rope_theta", theta, "must be a number above 1")
-    return float(theta)
+    return float(theta), _read_yarn(name, rope, hf) if kind == "yarn" else None
+
+
+def _read_yarn(name: str, rope: Mapping[str, Any], hf: Mapping[str, Any]) -> Yarn:
+    """YaRN settings of a rope dict; absent ones as in transformers."""
+    longest = hf.get("max_position_embeddings")
+    values = {"original_max_position_embeddings": longest, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    # A null counts as absent.
+    values |= {field.name: rope[field.name] for field in fields(Yarn) if rope.get(field.name) is not None}
+    truncate = values.pop("truncate")
+    if not isinstance(truncate, bool):
+        raise bad_field(f"{name}.truncate", truncate, "must be true or false")
+    if "factor" not in values:
+        raise bad_field(f"{name}.factor", None, 'rope_type "yarn" needs the factor of the extension')
+    for key, value in values.items():
+        # 0 turns an mscale off.
+        zero_allowed = key in ("mscale", "mscale_all_dim")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not (0 < value < math.inf or (zero_allowed and value == 0)):
+            raise bad_field(f"{name}.{key}", value, "must be a positive number")
+    return Yarn(**values, truncate=truncate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +76,7 @@ class DecoderConfig:
         "quantization_config": (None,),
     }
     DEFAULT_THETA: ClassVar[float] = 1e4
+    ROPE_TYPES: ClassVar[tuple[str, ...]] = ("default",)
 
     vocab_size: int
     hidden_size: int
@@ -66,6 +88,7 @@ class DecoderConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
+    yarn: Yarn | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     num_experts: int
@@ -80,7 +103,8 @@ class DecoderConfig:
         for name, allowed in cls.SUPPORTED.items():
             if name in hf and hf[name] not in allowed:
                 raise bad_field(name, hf[name], f"not supported by this family; must be {allowed[0]!r} or absent")
-        values = {"rope_theta": rope_theta(hf, cls.DEFAULT_THETA)}
+        theta, yarn = read_rope(hf, cls.DEFAULT_THETA, cls.ROPE_TYPES)
+        values = {"rope_theta": theta, "yarn": yarn}
         for field in fields(cls):
             if field.name in values:
                 continue
@@ -157,9 +181,24 @@ class DecoderConfig:
         return None
 
     @property
+    def rotary_dim(self) -> int | None:
+        """Components of a head that rotary embedding turns; None in a model without positions."""
+        return self.head_dim
+
+    @property
     def expert_width(self) -> int:
         """F, the hidden width of one expert."""
         return self.intermediate_size
+
+    @property
+    def shared_width(self) -> int:
+        """Hidden width of the dense MLP beside the routed experts of a sparse layer; 0: none."""
+        return 0
+
+    @property
+    def extra_layers(self) -> range:
+        """Numbers of layers that a checkpoint may hold beyond the model's: those that predict further tokens."""
+        return range(0)
 
     @property
     def normalizes_router_weights(self) -> bool:
@@ -176,6 +215,15 @@ class DecoderConfig:
         D, F = self.hidden_size, self.expert_width
         return {"gate_up": (2 * F, D), "down": (D, F)}
 
+    def cache_layout(self) -> tuple[LayerCache, ...]:
+        """What each decoder layer keeps of the past: keys and values of every token."""
+        head = (self.num_key_value_heads, self.head_dim)
+        return (LayerCache(paged={"k": head, "v": head}),) * self.num_hidden_layers
+
     def kv_bytes_per_token(self, dtype) -> int:
-        """Bytes that one token takes in the KV cache over all layers."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * jnp.dtype(dtype).itemsize
+        """Bytes that one token takes in the cache over all layers."""
+        return token_bytes(self.cache_layout(), dtype)
+
+    def state_bytes(self, dtype) -> int:
+        """Bytes that a sequence takes in the cache however long it is: the states of recurrent layers."""
+        return state_bytes(self.cache_layout(), dtype)

@@ -1,4 +1,4 @@
-"""The pre-norm decoder that Mixtral, Qwen3-MoE and OLMoE share; a family overrides how its blocks are made."""
+"""The pre-norm decoder that the decoder-only families share; a family overrides how its blocks are made."""
 
 from typing import Any, Protocol
 
@@ -35,6 +35,14 @@ class Experts(Protocol):
         ...
 
 
+class TokenMixer(Protocol):
+    """What lets the tokens of a sequence see one another in a layer: attention, or a recurrence in its place."""
+
+    def __call__(self, x: Array, kv: PagedKV, call: AttentionCall) -> tuple[Array, PagedKV]:
+        """x [B, T, D] -> (output [B, T, D], the cache with what this layer keeps)."""
+        ...
+
+
 Capture = dict[str, Array] | None
 
 
@@ -47,8 +55,8 @@ def record(capture: Capture, name: str, value: Array) -> None:
 class DecoderLayer(nnx.Module):
     """x + attention(norm x), then x + feed-forward(norm x); the feed-forward is a dense MLP or routed experts.
 
-    Exactly one of `mlp` (dense) and `router` (sparse) is a module. `layer` counts all layers, `moe_layer`
-    the sparse ones.
+    Exactly one of `mlp` (dense) and `router` (sparse) is a module; `shared`, if any, is a dense MLP whose output is
+    added to that of the routed experts. `layer` counts all layers, `moe_layer` the sparse ones.
     """
 
     def __init__(
@@ -57,9 +65,10 @@ class DecoderLayer(nnx.Module):
         dtype,
         *,
         layer: int,
-        attention: GroupedQueryAttention,
+        attention: TokenMixer,
         mlp: GatedMLP | None,
-        router: Router | None,
+        router: nnx.Module | None,
+        shared: GatedMLP | None,
         moe_layer: int | None,
     ):
         self.input_norm = RMSNorm(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
@@ -67,6 +76,7 @@ class DecoderLayer(nnx.Module):
         self.post_attention_norm = RMSNorm(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
         self.mlp = mlp
         self.router = router
+        self.shared = shared
         self.layer = layer
         self.moe_layer = moe_layer
 
@@ -98,6 +108,9 @@ class DecoderLayer(nnx.Module):
                 y = self.mlp(hidden)
         else:
             y, state = self.route(hidden, call.live, tokens, experts, state, capture)
+            if self.shared is not None:
+                with jax.named_scope("shared_expert"):
+                    y = y + self.shared(hidden)
         record(capture, f"mlp/{self.layer}", y)
         return x + y, kv, state
 
@@ -107,7 +120,8 @@ class Decoder(nnx.Module):
 
     Parameter paths: `embed.weight`, `layers.N.{input_norm,post_attention_norm}.weight`,
     `layers.N.attn.{qkv,out}.weight`, `layers.N.router.gate.weight` or `layers.N.mlp.{gate_up,down}.weight`,
-    `norm.weight`, and `lm_head.weight` unless the head is tied.
+    `layers.N.shared.{gate_up,down}.weight` where sparse layers have a shared expert, `norm.weight`, and
+    `lm_head.weight` unless the head is tied.
 
     Args:
         cfg: the family's config.
@@ -117,6 +131,7 @@ class Decoder(nnx.Module):
 
     attention_class: type[GroupedQueryAttention] = GroupedQueryAttention
     router_weights_dtype = None  # dtype of the router's weights; None: the compute dtype
+    rope_dtype = None  # dtype of the rotary tables; None: the compute dtype
 
     def __init__(self, cfg: DecoderConfig, dtype, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(dtype)
@@ -135,8 +150,9 @@ class Decoder(nnx.Module):
                     dtype,
                     layer=layer,
                     attention=self.make_attention(layer, rngs),
-                    mlp=None if layer in moe_number else self.make_mlp(rngs),
+                    mlp=None if layer in moe_number else self.make_mlp(cfg.intermediate_size, rngs),
                     router=self.make_router(rngs) if layer in moe_number else None,
+                    shared=self.make_mlp(cfg.shared_width, rngs) if layer in moe_number and cfg.shared_width else None,
                     moe_layer=moe_number.get(layer),
                 )
                 for layer in range(cfg.num_hidden_layers)
@@ -147,8 +163,8 @@ class Decoder(nnx.Module):
             None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, dtype, std=std, rngs=rngs)
         )
 
-    def make_attention(self, layer: int, rngs: nnx.Rngs) -> GroupedQueryAttention:
-        """Attention of decoder layer `layer`."""
+    def make_attention(self, layer: int, rngs: nnx.Rngs) -> TokenMixer:
+        """Attention of decoder layer `layer`, or what stands in its place."""
         cfg = self.cfg
         return self.attention_class(
             cfg.hidden_size,
@@ -162,12 +178,12 @@ class Decoder(nnx.Module):
             rngs=rngs,
         )
 
-    def make_mlp(self, rngs: nnx.Rngs) -> GatedMLP:
-        """Feed-forward of a dense layer."""
+    def make_mlp(self, width: int, rngs: nnx.Rngs) -> GatedMLP:
+        """Feed-forward of a dense layer, or a shared expert, of hidden width `width`."""
         cfg = self.cfg
-        return GatedMLP(cfg.hidden_size, cfg.intermediate_size, self.dtype, std=cfg.initializer_range, rngs=rngs)
+        return GatedMLP(cfg.hidden_size, width, self.dtype, std=cfg.initializer_range, rngs=rngs)
 
-    def make_router(self, rngs: nnx.Rngs) -> Router:
+    def make_router(self, rngs: nnx.Rngs) -> nnx.Module:
         """Router of a sparse layer."""
         cfg = self.cfg
         return Router(
@@ -218,7 +234,7 @@ class Decoder(nnx.Module):
         kv = kv.extend(live)
         with jax.named_scope("embed"):
             x = self.embed(tokens)
-            cos, sin = rope_tables(positions, self.cfg.head_dim, self.cfg.rope_theta, self.dtype)
+            cos, sin = self.rotary(positions)
         call = AttentionCall(positions, live, cos, sin, attention)
         for index, layer in self.layers.items():
             record(capture, f"hidden/{index}", x)
@@ -232,6 +248,13 @@ class Decoder(nnx.Module):
             x = self.norm(x)
         record(capture, f"hidden/{len(self.layers)}", x)
         return x, kv, state
+
+    def rotary(self, positions: Array) -> tuple[Array | None, Array | None]:
+        """Cosines and sines [B, T, H/2] for positions [B, T]; None, None in a model without positions."""
+        cfg = self.cfg
+        if cfg.rotary_dim is None:
+            return None, None
+        return rope_tables(positions, cfg.rotary_dim, cfg.rope_theta, self.rope_dtype or self.dtype, cfg.yarn)
 
     def logits(self, hidden: Array) -> Array:
         """Vocabulary scores of hidden [..., D]: [..., V] float32."""

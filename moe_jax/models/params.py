@@ -4,12 +4,9 @@ from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule
 
 LAYER = r"model\.layers\.(\d+)\."
 
-DECODER_RULES = (
+BASE_RULES = (
     Rule(r"model\.embed_tokens\.weight", "embed.weight"),
     Rule(LAYER + r"input_layernorm\.weight", r"layers.\1.input_norm.weight"),
-    Rule(LAYER + r"self_attn\.q_proj\.weight", r"layers.\1.attn.qkv.weight", part=(0, 3)),
-    Rule(LAYER + r"self_attn\.k_proj\.weight", r"layers.\1.attn.qkv.weight", part=(1, 3)),
-    Rule(LAYER + r"self_attn\.v_proj\.weight", r"layers.\1.attn.qkv.weight", part=(2, 3)),
     Rule(LAYER + r"self_attn\.o_proj\.weight", r"layers.\1.attn.out.weight"),
     Rule(LAYER + r"post_attention_layernorm\.weight", r"layers.\1.post_attention_norm.weight"),
     Rule(LAYER + r"mlp\.gate\.weight", r"layers.\1.router.gate.weight"),
@@ -17,6 +14,15 @@ DECODER_RULES = (
     Rule(r"lm_head\.weight", "lm_head.weight"),
     Ignore(LAYER + r"self_attn\.rotary_emb\.inv_freq", "computed from the config"),
 )
+
+QKV_RULES = (
+    Rule(LAYER + r"self_attn\.q_proj\.weight", r"layers.\1.attn.qkv.weight", part=(0, 3)),
+    Rule(LAYER + r"self_attn\.k_proj\.weight", r"layers.\1.attn.qkv.weight", part=(1, 3)),
+    Rule(LAYER + r"self_attn\.v_proj\.weight", r"layers.\1.attn.qkv.weight", part=(2, 3)),
+)
+
+# With grouped-query attention.
+DECODER_RULES = (*BASE_RULES, *QKV_RULES)
 
 QK_NORM_RULES = (
     Rule(LAYER + r"self_attn\.q_norm\.weight", r"layers.\1.attn.q_norm.weight"),
@@ -28,6 +34,18 @@ STACKED_EXPERT_RULES = (
     ExpertRule(LAYER + r"mlp\.experts\.gate_up_proj", "gate_up", stacked=True),
     ExpertRule(LAYER + r"mlp\.experts\.down_proj", "down", stacked=True),
 )
+
+
+def gated_mlp_rules(block: str, ours: str) -> tuple[Rule, ...]:
+    """Rules for a dense MLP `model.layers.N.<block>.{gate,up,down}_proj.weight` that is `layers.N.<ours>` here."""
+    return (
+        Rule(LAYER + block + r"\.gate_proj\.weight", rf"layers.\1.{ours}.gate_up.weight", part=(0, 2)),
+        Rule(LAYER + block + r"\.up_proj\.weight", rf"layers.\1.{ours}.gate_up.weight", part=(1, 2)),
+        Rule(LAYER + block + r"\.down_proj\.weight", rf"layers.\1.{ours}.down.weight"),
+    )
+
+
+DENSE_MLP_RULES = gated_mlp_rules("mlp", "mlp")
 
 
 def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[ExpertRule, ...]:

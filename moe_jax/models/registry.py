@@ -11,6 +11,12 @@ from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule
 from moe_jax.errors import CheckpointError
 from moe_jax.models.config import DecoderConfig
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.deepseek_v2.config import DeepseekV2Config
+from moe_jax.models.deepseek_v2.modeling import DeepseekV2ForCausalLM
+from moe_jax.models.deepseek_v2.params import WEIGHT_TABLE as DEEPSEEK_V2_TABLE
+from moe_jax.models.deepseek_v3.config import DeepseekV3Config
+from moe_jax.models.deepseek_v3.modeling import DeepseekV3ForCausalLM
+from moe_jax.models.deepseek_v3.params import WEIGHT_TABLE as DEEPSEEK_V3_TABLE
 from moe_jax.models.mixtral.config import MixtralConfig
 from moe_jax.models.mixtral.modeling import MixtralForCausalLM
 from moe_jax.models.mixtral.params import WEIGHT_TABLE as MIXTRAL_TABLE
@@ -36,11 +42,18 @@ class Family:
     weight_table: tuple[Rule | ExpertRule | Ignore, ...]
     tied: tuple[tuple[str, str], ...] = (("lm_head.weight", "embed.weight"),)
 
+    def table(self, cfg: DecoderConfig) -> tuple[Rule | ExpertRule | Ignore, ...]:
+        """The weight table for a model of `cfg`: also says which layers of the file are not part of the model."""
+        extra = [Ignore(rf"model\.layers\.{layer}\..*", "predicts further tokens") for layer in cfg.extra_layers]
+        return (*self.weight_table, *extra)
+
 
 FAMILIES = (
     Family("mixtral", "MixtralForCausalLM", MixtralConfig, MixtralForCausalLM, MIXTRAL_TABLE),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeConfig, Qwen3MoeForCausalLM, QWEN3_MOE_TABLE),
     Family("olmoe", "OlmoeForCausalLM", OlmoeConfig, OlmoeForCausalLM, OLMOE_TABLE),
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", DeepseekV2Config, DeepseekV2ForCausalLM, DEEPSEEK_V2_TABLE),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Config, DeepseekV3ForCausalLM, DEEPSEEK_V3_TABLE),
 )
 
 

@@ -5,6 +5,7 @@ One tiny model with a tokenizer of 256 bytes serves all tests; the cache's setti
 
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -546,7 +547,7 @@ def test_stats_describe_the_cache_and_the_memory(moe):
     banks = sum(bank.nbytes for bank in moe._engine.cache.banks.values())
     assert memory["slot_bytes"] == 6 * row and memory["slot_bytes"] + memory["spare_bytes"] == banks
     assert memory["pool_bytes"] == 24 * row
-    assert memory["kv_bytes"] == sum(leaf.nbytes for kind in moe._engine._kv for leaf in kind)
+    assert memory["kv_bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(moe._engine._kv))
     assert memory["dense_bytes"] > 0 and stats["load_seconds"] > 0
 
 

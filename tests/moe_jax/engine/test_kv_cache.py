@@ -1,6 +1,6 @@
 """The paged cache on the device and the page allocator on the host."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_jax.engine.kv_cache import OutOfPages, PageAllocator, PagedKV
+from moe_jax.engine.kv_cache import (
+    LayerCache,
+    OutOfPages,
+    PageAllocator,
+    PagedKV,
+    StateTensor,
+    state_bytes,
+    token_bytes,
+)
 
-
-@dataclass(frozen=True)
-class Shape:
-    num_hidden_layers: int = 2
-    num_key_value_heads: int = 2
-    head_dim: int = 4
+LAYOUT = (LayerCache(paged={"k": (2, 4), "v": (2, 4)}),) * 2
+# A layer of each kind: latents, states, keys and values.
+MIXED = (
+    LayerCache(paged={"latent": (6,), "k_rope": (2,)}),
+    LayerCache(states={"conv": StateTensor((3, 5)), "ssm": StateTensor((5, 4), jnp.float32)}),
+    LAYOUT[0],
+)
 
 
 def cache(table: list[list[int]], page_size: int = 4, dtype=jnp.float32) -> PagedKV:
     num_pages = 1 + max(max(row) for row in table)
-    kv = PagedKV.create(Shape(), num_pages, page_size, len(table), len(table[0]), dtype)
-    return PagedKV(kv.k, kv.v, jnp.asarray(table, jnp.int32), kv.lengths)
+    kv = PagedKV.create(LAYOUT, num_pages, page_size, len(table), len(table[0]), dtype)
+    return replace(kv, page_table=jnp.asarray(table, jnp.int32))
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -34,17 +43,18 @@ def test_written_tokens_are_gathered_in_sequence_order():
     k, v = numbers(2, 7, 2, 4), numbers(2, 7, 2, 5)[..., :4]
     positions = np.broadcast_to(np.arange(7), (2, 7))
     live = np.arange(7)[None] < np.array([[7], [5]])
-    kv = kv.extend(jnp.asarray(live)).write(1, jnp.asarray(k), jnp.asarray(v), jnp.asarray(positions), live)
+    new = {"k": jnp.asarray(k), "v": jnp.asarray(v)}
+    kv = kv.extend(jnp.asarray(live)).write(1, new, jnp.asarray(positions), live)
     assert kv.lengths.tolist() == [7, 5]
-    keys, values = kv.gather(1)
+    keys, values = kv.gather(1, "k"), kv.gather(1, "v")
     assert keys.shape == (2, 8, 2, 4)
     for row, length in enumerate((7, 5)):
         np.testing.assert_array_equal(keys[row, :length], k[row, :length])
         np.testing.assert_array_equal(values[row, :length], v[row, :length])
         assert not np.any(keys[row, length:])  # dead positions reached no page of the sequence
-    assert not np.any(kv.gather(0)[0])  # nor did another layer change
+    assert not np.any(kv.gather(0, "k"))  # nor did another layer change
 
-    some, _ = kv.gather(1, jnp.array([[1], [0]]))
+    some = kv.gather(1, "k", jnp.array([[1], [0]]))
     np.testing.assert_array_equal(some[0, :3], k[0, 4:7])
     np.testing.assert_array_equal(some[1], k[1, :4])
 
@@ -53,22 +63,22 @@ def test_dead_positions_write_to_the_trash_page_only():
     kv = cache([[1, 2]])
     new = jnp.full((1, 3, 2, 4), 9.0)
     # Positions of dead tokens may be anything, also far outside the table.
-    after = kv.write(0, new, new, jnp.array([[-5, 0, 10_000]]), jnp.zeros((1, 3), bool))
-    assert not np.any(after.k[0][1:]) and not np.any(after.v[0][1:])
-    assert np.any(after.k[0][0])
+    after = kv.write(0, {"k": new, "v": new}, jnp.array([[-5, 0, 10_000]]), jnp.zeros((1, 3), bool))
+    for pool in after.pages[0].values():
+        assert not np.any(pool[1:]) and np.any(pool[0])
 
 
 def test_values_are_cast_to_the_pool_dtype_and_bytes_are_counted():
     kv = cache([[1]], dtype=jnp.bfloat16)
     new = jnp.full((1, 1, 2, 4), 1 / 3)
-    kv = kv.write(0, new, new, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool))
-    assert kv.k[0].dtype == jnp.bfloat16
+    kv = kv.write(0, {"k": new, "v": new}, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool))
+    assert kv.pages[0]["k"].dtype == jnp.bfloat16
     assert kv.bytes == 2 * 2 * (2 * 4 * 2 * 4) * 2  # k and v, layers, pages * P * G * H, bfloat16
 
 
 def test_a_loop_with_a_donated_cache_copies_no_pool():
     kv = cache([[1, 2, 3, 4, 5, 6]])
-    shape = ",".join(map(str, kv.k[0].shape))
+    shape = ",".join(map(str, kv.pages[0]["k"].shape))
 
     def fill(kv):
         def step(kv):
@@ -76,8 +86,8 @@ def test_a_loop_with_a_donated_cache_copies_no_pool():
             positions = kv.lengths[:, None]
             kv = kv.extend(live)
             for layer in range(2):
-                new = kv.gather(layer)[0].sum(axis=1, keepdims=True) + 1.0
-                kv = kv.write(layer, new, new, positions, live)
+                new = kv.gather(layer, "k").sum(axis=1, keepdims=True) + 1.0
+                kv = kv.write(layer, {"k": new, "v": new}, positions, live)
             return kv
 
         return jax.lax.while_loop(lambda kv: kv.lengths[0] < 20, step, kv)
@@ -87,14 +97,46 @@ def test_a_loop_with_a_donated_cache_copies_no_pool():
     assert not copies
     result = compiled(kv)
     assert result.lengths.tolist() == [20]
-    np.testing.assert_array_equal(result.gather(0)[0][0, :5, 0, 0], [1, 2, 4, 8, 16])
+    np.testing.assert_array_equal(result.gather(0, "k")[0, :5, 0, 0], [1, 2, 4, 8, 16])
 
 
 @pytest.mark.parametrize("field", ("num_pages", "page_size", "batch", "pages_per_sequence"))
 def test_sizes_are_checked(field):
     sizes = {"num_pages": 3, "page_size": 4, "batch": 1, "pages_per_sequence": 2, field: 0}
     with pytest.raises(ValueError, match=f"{field} = 0"):
-        PagedKV.create(Shape(), dtype=jnp.float32, **sizes)
+        PagedKV.create(LAYOUT, dtype=jnp.float32, **sizes)
+
+
+def test_layers_of_all_kinds_side_by_side():
+    B, num_pages, P = 2, 3, 4
+    kv = PagedKV.create(MIXED, num_pages, P, B, 1, jnp.bfloat16)
+    assert [sorted(layer) for layer in kv.pages] == [["k_rope", "latent"], [], ["k", "v"]]
+    assert kv.page_size == P
+    assert token_bytes(MIXED, jnp.bfloat16) == (6 + 2 + 2 * 2 * 4) * 2
+    assert kv.bytes == num_pages * P * token_bytes(MIXED, jnp.bfloat16)
+    assert state_bytes(MIXED, jnp.bfloat16) == 3 * 5 * 2 + 5 * 4 * 4
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(kv.states)) == B * state_bytes(MIXED, jnp.bfloat16)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(kv.states)), "a sequence starts from zero"
+
+    kv = replace(kv, page_table=jnp.array([[2], [1]]))
+    new = {"latent": jnp.ones((B, 1, 6)), "k_rope": 2 * jnp.ones((B, 1, 2))}
+    kv = kv.write(0, new, jnp.zeros((B, 1), jnp.int32), jnp.ones((B, 1), bool))
+    assert kv.gather(0, "latent").shape == (B, P, 6) and np.all(kv.gather(0, "latent")[:, 0] == 1)
+    assert np.all(kv.gather(0, "k_rope")[:, 0] == 2)
+    kv = kv.with_states(1, {"conv": jnp.ones((B, 3, 5)), "ssm": jnp.full((B, 5, 4), 1 / 3)})
+    assert kv.states[1]["conv"].dtype == jnp.bfloat16 and kv.states[1]["ssm"].dtype == jnp.float32
+    assert kv.states[1]["ssm"][0, 0, 0] == np.float32(1 / 3)
+
+
+def test_a_layer_gets_exactly_what_it_keeps():
+    kv = PagedKV.create(MIXED, 2, 4, 1, 1, jnp.float32)
+    position, live = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
+    with pytest.raises(ValueError, match="layer 0.*k_rope.*latent.*not.*k"):
+        kv.write(0, {"k": jnp.ones((1, 1, 6))}, position, live)
+    with pytest.raises(ValueError, match="layer 1.*conv.*ssm.*not.*conv"):
+        kv.with_states(1, {"conv": jnp.ones((1, 3, 5))})
+    with pytest.raises(ValueError, match="no layer stores"):
+        PagedKV.create(MIXED[1:2], 2, 4, 1, 1, jnp.float32)
 
 
 @given(num_pages=st.integers(2, 12), operations=st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=30))

@@ -47,8 +47,8 @@ def filled_cache(lengths, pages, seed=0, garbage=0.0):
             pools[0, table[b, s // P], s % P] = keys[b, s]
             pools[1, table[b, s // P], s % P] = values[b, s]
     kv = PagedKV(
-        (jnp.asarray(pools[0]),),
-        (jnp.asarray(pools[1]),),
+        ({"k": jnp.asarray(pools[0]), "v": jnp.asarray(pools[1])},),
+        ({},),
         jnp.asarray(table, jnp.int32),
         jnp.asarray(lengths, jnp.int32),
     )
@@ -145,4 +145,4 @@ def test_unknown_implementation_is_an_error():
     with pytest.raises(ValueError, match="flash"):
         attention(jnp.zeros((1, 1, 16)), kv, call)
     out, after = attention(jnp.ones((1, 1, 16)), kv, replace(call, implementation="xla", cos=half + 1))
-    assert out.shape == (1, 1, 16) and np.any(np.asarray(after.k[0]) != np.asarray(kv.k[0]))
+    assert out.shape == (1, 1, 16) and np.any(np.asarray(after.pages[0]["k"]) != np.asarray(kv.pages[0]["k"]))

@@ -1,7 +1,7 @@
 """A tiny checkpoint as parameters, a dense reference for its experts, and jitted calls of its model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -49,8 +49,8 @@ class TinyModel:
         B, pages = len(lengths), -(-max(lengths) // page_size)
         allocator = PageAllocator(B * pages + 1)
         order = np.random.default_rng(0).permutation(allocator.alloc(B * pages)).reshape(B, pages)
-        kv = PagedKV.create(self.cfg, B * pages + 1, page_size, B, pages, jnp.float32)
-        return PagedKV(kv.k, kv.v, jnp.asarray(order, jnp.int32), kv.lengths)
+        kv = PagedKV.create(self.cfg.cache_layout(), B * pages + 1, page_size, B, pages, jnp.float32)
+        return replace(kv, page_table=jnp.asarray(order, jnp.int32))
 
     def apply(self, params, slabs, tokens, positions, live, kv, *, capture: bool = False, last_only: bool = False):
         """(logits, kv, state, captured values) of one call; traceable."""
@@ -90,7 +90,7 @@ def load_tiny(tiny) -> Callable[[str], TinyModel]:
                 cfg = family.config_cls.from_hf(checkpoint.config)
                 weight_map = map_checkpoint(
                     checkpoint,
-                    family.weight_table,
+                    family.table(cfg),
                     targets=targets(cfg),
                     expert_tensors=cfg.expert_row_shapes(),
                     moe_layers=cfg.moe_layers,

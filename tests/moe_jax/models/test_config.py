@@ -1,12 +1,16 @@
 """Reading config.json: defaults and aliases as in transformers, and an error that names each bad field."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 import transformers
 from flax import nnx
 
+from moe_jax.checkpoint.mapping import Ignore
 from moe_jax.errors import CheckpointError
+from moe_jax.layers.rope import Yarn
 from moe_jax.models.registry import FAMILIES, abstract_params, family_for, targets
 
 SMALL = {
@@ -20,10 +24,23 @@ SMALL = {
     "num_experts_per_tok": 2,
 }
 BY_NAME = {family.name: family for family in FAMILIES}
+GQA = ("mixtral", "qwen3_moe", "olmoe")
+DEEPSEEK = {
+    "q_lora_rank": 6,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 5,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+MORE = {"deepseek_v2": DEEPSEEK | {"topk_method": "group_limited_greedy"}, "deepseek_v3": DEEPSEEK}
 
 
 def read(name: str, **changes):
-    return BY_NAME[name].config_cls.from_hf({**SMALL, **changes})
+    return BY_NAME[name].config_cls.from_hf({**SMALL, **MORE.get(name, {}), **changes})
 
 
 @pytest.mark.parametrize(
@@ -32,21 +49,30 @@ def read(name: str, **changes):
         ("mixtral", transformers.MixtralConfig),
         ("qwen3_moe", transformers.Qwen3MoeConfig),
         ("olmoe", transformers.OlmoeConfig),
+        ("deepseek_v2", transformers.DeepseekV2Config),
+        ("deepseek_v3", transformers.DeepseekV3Config),
     ),
 )
 def test_defaults_are_those_of_transformers(name, theirs):
-    want, cfg = theirs(), BY_NAME[name].config_cls.from_hf({})
-    assert cfg == BY_NAME[name].config_cls()
+    # The class has no default for how many experts a DeepSeek-V2 token uses.
+    given = {"num_experts_per_tok": 6} if name == "deepseek_v2" else {}
+    want, cfg = theirs(**given), BY_NAME[name].config_cls.from_hf(given)
+    assert cfg == BY_NAME[name].config_cls(**given)
     for field in (*SMALL, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range"):
-        assert getattr(cfg, field) == getattr(want, field), field
+        theirs_name = "n_routed_experts" if field == "num_experts" and name not in GQA else field
+        assert getattr(cfg, field) == getattr(want, theirs_name), field
+    if name not in GQA:
+        for field in DEEPSEEK.keys() | {"n_shared_experts", "routed_scaling_factor"}:
+            assert getattr(cfg, field) == getattr(want, field), field
     assert cfg.rope_theta == want.rope_parameters["rope_theta"]
     assert cfg.window is None and getattr(want, "sliding_window", None) is None
-    assert cfg.head_dim == want.hidden_size // want.num_attention_heads
-    if name != "mixtral":
+    if name in GQA:
+        assert cfg.head_dim == want.hidden_size // want.num_attention_heads
+    if name in ("qwen3_moe", "olmoe", "deepseek_v3"):
         assert cfg.norm_topk_prob == want.norm_topk_prob
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", GQA)
 def test_a_config_that_transformers_saves_reads_back(name):
     theirs = {
         "mixtral": transformers.MixtralConfig(**{k: v for k, v in SMALL.items() if k != "num_experts"}, head_dim=6),
@@ -59,6 +85,39 @@ def test_a_config_that_transformers_saves_reads_back(name):
     assert cfg.num_experts == (8 if name == "mixtral" else 4)
     assert cfg.head_dim == (4 if name == "olmoe" else 6)
     assert cfg.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("name", ("deepseek_v2", "deepseek_v3"))
+def test_a_deepseek_config_that_transformers_saves_reads_back(name):
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 5e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+    }
+    values = {k: v for k, v in SMALL.items() if k != "num_experts"} | MORE[name] | {"n_routed_experts": 4}
+    theirs = {"deepseek_v2": transformers.DeepseekV2Config, "deepseek_v3": transformers.DeepseekV3Config}[name]
+    saved = theirs(**values, rope_parameters=yarn).to_dict()
+    assert saved["head_dim"] == 2, "transformers writes the rotary width under this name"
+    assert family_for(saved) is BY_NAME[name]
+    cfg = BY_NAME[name].config_cls.from_hf(saved)
+    assert cfg == read(name, rope_parameters=yarn)
+    assert cfg.rope_theta == 5e4
+    assert cfg.yarn == Yarn(8.0, 16, mscale=1.0)
+
+
+def test_deepseek_derived_values():
+    cfg = read("deepseek_v3", num_nextn_predict_layers=2, n_shared_experts=3)
+    assert cfg.head_dim == 6 and cfg.rotary_dim == 2 and cfg.rotates_pairs
+    assert cfg.moe_layers == (1, 2, 3) and cfg.extra_layers == range(4, 6)
+    assert cfg.expert_row_shapes() == {"gate_up": (16, 16), "down": (16, 8)} and cfg.shared_width == 24
+    assert cfg.kv_bytes_per_token(jnp.bfloat16) == 4 * (8 + 2) * 2 and cfg.state_bytes(jnp.bfloat16) == 0
+    assert (cfg.groups, cfg.top_groups) == (2, 1)
+    assert read("deepseek_v2", topk_method="greedy").groups == 1
+    assert read("deepseek_v2", n_shared_experts=None).shared_width == 0
+    assert not read("deepseek_v3", rope_interleave=False).rotates_pairs
+    assert read("deepseek_v2", v_head_dim=9).head_dim == 10, "the widest head, rounded to an even number"
 
 
 def test_aliases():
@@ -119,12 +178,52 @@ def test_derived_values():
         ("qwen3_moe", "mlp_only_layers", [4]),
         ("qwen3_moe", "mlp_only_layers", 3),
         ("qwen3_moe", "moe_intermediate_size", -1),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("deepseek_v2", "moe_layer_freq", 2),
+        ("deepseek_v2", "num_experts_per_tok", None),
+        ("deepseek_v2", "topk_group", 3),
+        ("deepseek_v2", "num_experts_per_tok", 3),
+        ("deepseek_v3", "n_group", 3),
+        ("deepseek_v3", "first_k_dense_replace", 4),
+        ("deepseek_v3", "n_shared_experts", -1),
+        ("deepseek_v3", "q_lora_rank", 0),
+        ("deepseek_v3", "qk_rope_head_dim", 3),
+        ("deepseek_v3", "routed_scaling_factor", 0),
+        ("deepseek_v3", "rope_interleave", "yes"),
+        ("deepseek_v3", "num_nextn_predict_layers", -1),
     ),
 )
 def test_a_bad_value_is_named(name, field, value):
     culprit = "num_attention_heads" if field == "hidden_size" else field
     with pytest.raises(CheckpointError, match=rf"config\.json: {culprit}"):
         read(name, **{field: value})
+
+
+def test_a_group_of_one_expert_has_no_two_best():
+    with pytest.raises(CheckpointError, match="n_group = 4.*two best"):
+        read("deepseek_v3", n_group=4, num_experts_per_tok=1)
+    assert read("deepseek_v2", n_group=4, num_experts_per_tok=1).groups == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    (("factor", None), ("factor", "40"), ("beta_fast", 0), ("mscale", -1.0), ("truncate", 1), ("attention_factor", 0)),
+)
+def test_a_bad_yarn_setting_is_named(field, value):
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    with pytest.raises(CheckpointError, match=rf"rope_scaling\.{field} = {value!r}"):
+        read("deepseek_v3", rope_scaling=yarn | {field: value})
+    assert read("deepseek_v3", rope_scaling=yarn | {"mscale": 0}).yarn.mscale == 0
+
+
+def test_layers_that_predict_further_tokens_are_ignored():
+    table = BY_NAME["deepseek_v3"].table(read("deepseek_v3"))
+    ignored = [rule.pattern for rule in table if isinstance(rule, Ignore)]
+    names = ("model.layers.4.eh_proj.weight", "model.layers.4.self_attn.o_proj.weight")
+    assert all(any(re.fullmatch(pattern, name) for pattern in ignored) for name in names)
+    for name in ("model.layers.3.self_attn.o_proj.weight", "model.layers.5.eh_proj.weight"):
+        assert not any(re.fullmatch(pattern, name) for pattern in ignored)
 
 
 def test_an_unknown_architecture_lists_the_supported_ones():
@@ -154,7 +253,7 @@ def test_abstract_params_hold_no_memory_and_match_targets(tied):
 @pytest.mark.parametrize("name", BY_NAME)
 def test_modules_initialise_with_values_of_the_right_scale(name):
     family = BY_NAME[name]
-    cfg = read(name, num_hidden_layers=1, initializer_range=0.5)
+    cfg = read(name, num_hidden_layers=2, initializer_range=0.5)
     model = family.model_cls(cfg, jnp.float32, rngs=nnx.Rngs(0))
     assert 0.3 < float(jnp.std(model.layers["0"].attn.qkv.weight[...])) < 0.7
     with pytest.raises(ValueError, match="int8"):

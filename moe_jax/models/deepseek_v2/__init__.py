@@ -1,0 +1,1 @@
+"""DeepSeek-V2 and DeepSeek-V2-Lite."""
