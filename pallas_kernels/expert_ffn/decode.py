@@ -2,8 +2,10 @@
 
 Two kernels, because the down projection needs the whole hidden vector of an expert:
 
-* `gate_up`: program (u, j) computes BF columns of h[u] = silu(x gate^T) * (x up^T) for distinct expert u.
+* `gate_up`: program (u, j) computes BF columns of h[u] = act(x gate^T, x up^T) for distinct expert u.
 * `down`: program (u, j) computes BO columns of y[u] = h[u] down^T.
+
+Activation and biases are those of an `ExpertSpec`; all weights are dense.
 
 A program whose expert is resident streams its tile from the bank. Otherwise it streams the tile from the pool
 (`pinned_host`, over the link), uses it, and deposits it in the bank in the same pass unless the policy bypasses the
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import call, divisor_block, load, pl, pltriton, store
+from pallas_kernels.expert_ffn.spec import SILU
 from pallas_kernels.expert_ffn.tiles import resolve_tiles
 
 
@@ -54,60 +57,90 @@ def _project(
     return [jnp.sum(acc, axis=1) for acc in accs] if single else accs
 
 
-def _from_row(row_ref, src_ref, deposit_ref, u, bank_ref, pool_ref, bank_out_ref, use):
-    """Calls `use(weights, row, deposit target...)` with the bank row of a resident expert, else with the pool row."""
+def _add_bias(values, bias_ref, row, outs, *, deposit_ref=None, deposit_row=None, deposit=None):
+    """values + bias[row, start:start+width] for each (start, width) of `outs`; deposits as `_project`."""
+    new = []
+    for value, (start, width) in zip(values, outs, strict=True):
+        bias = load(bias_ref.at[row, pl.ds(start, width)])
+        if deposit_ref is not None:
+            store(deposit_ref.at[deposit_row, pl.ds(start, width)], bias, mask=jnp.broadcast_to(deposit, bias.shape))
+        bias = bias.astype(jnp.float32)
+        new.append(value + (bias if value.ndim == 1 else bias[None, :]))
+    return new
+
+
+def _split(refs, parts, offload):
+    """The refs of a kernel by role: (operand, rows, src, deposit, count, banks, pools, output, bank outputs)."""
+    operand, row_ref, *refs = refs
+    src_ref, dep_ref = (refs.pop(0), refs.pop(0)) if offload else (None, None)
+    count_ref = refs.pop(0)
+    banks, refs = refs[:parts], refs[parts:]
+    if not offload:
+        return operand, row_ref, src_ref, dep_ref, count_ref, banks, None, refs[0], None
+    return operand, row_ref, src_ref, dep_ref, count_ref, banks, refs[:parts], refs[parts], refs[parts + 1 :]
+
+
+def _from_row(row_ref, src_ref, deposit_ref, u, banks, pools, bank_outs, use):
+    """Calls `use(row tensors, row, deposit targets or None, ...)` with a resident expert's bank row, else the pool's.
+
+    The row tensors are the weights and, if any, their bias.
+    """
     row = row_ref[u]
-    if pool_ref is None:
-        use(bank_ref, row)
+    if pools is None:
+        use(banks, row, None)
         return
     src = src_ref[u]
 
     @pl.when(src < 0)
     def _resident():
-        use(bank_ref, row)
+        use(banks, row, None)
 
     @pl.when(src >= 0)
     def _missing():
-        use(pool_ref, src, deposit_ref=bank_out_ref, deposit_row=row, deposit=deposit_ref[u] != 0)
+        use(pools, src, bank_outs, deposit_row=row, deposit=deposit_ref[u] != 0)
 
 
-def _gate_up_kernel(*refs, batch, width, n_in, block_out, block_in, offload):
-    if offload:
-        x_ref, row_ref, src_ref, dep_ref, count_ref, bank_ref, pool_ref, h_ref, bank_out_ref = refs
-    else:
-        x_ref, row_ref, count_ref, bank_ref, h_ref = refs
-        src_ref = dep_ref = pool_ref = bank_out_ref = None
+def _outputs(x_ref, x_row, tensors, row, outs, n_in, targets, *, block_in, batch, **deposit):
+    """x w^T + b of the columns `outs`, as `_project`; `targets` are the banks to deposit in, or None."""
+    weight_target, *bias_target = [None] * len(tensors) if targets is None else targets
+    weights, *bias = tensors
+    values = _project(
+        x_ref, x_row, weights, row, outs, n_in, block_in=block_in, batch=batch, deposit_ref=weight_target, **deposit
+    )
+    return _add_bias(values, bias[0], row, outs, deposit_ref=bias_target[0], **deposit) if bias else values
+
+
+def _gate_up_kernel(*refs, batch, width, n_in, block_out, block_in, offload, parts, spec):
+    x_ref, row_ref, src_ref, dep_ref, count_ref, banks, pools, h_ref, bank_outs = _split(refs, parts, offload)
     u, j = pl.program_id(0), pl.program_id(1)
 
     @pl.when(u < count_ref[0])
     def _():
-        def use(weights, row, **deposit):
+        def use(tensors, row, targets, **deposit):
             outs = [(j * block_out, block_out), (width + j * block_out, block_out)]
-            gate, up = _project(x_ref, None, weights, row, outs, n_in, block_in=block_in, batch=batch, **deposit)
-            h = (gate * jax.nn.sigmoid(gate) * up).astype(h_ref.dtype)
+            gate, up = _outputs(
+                x_ref, None, tensors, row, outs, n_in, targets, block_in=block_in, batch=batch, **deposit
+            )
+            h = spec.activate(gate, up).astype(h_ref.dtype)
             cols = pl.ds(j * block_out, block_out)
             store(h_ref.at[u, cols] if batch == 1 else h_ref.at[u, pl.ds(0, batch), cols], h)
 
-        _from_row(row_ref, src_ref, dep_ref, u, bank_ref, pool_ref, bank_out_ref, use)
+        _from_row(row_ref, src_ref, dep_ref, u, banks, pools, bank_outs, use)
 
 
-def _down_kernel(*refs, batch, n_in, block_out, block_in, offload):
-    if offload:
-        h_ref, row_ref, src_ref, dep_ref, count_ref, bank_ref, pool_ref, y_ref, bank_out_ref = refs
-    else:
-        h_ref, row_ref, count_ref, bank_ref, y_ref = refs
-        src_ref = dep_ref = pool_ref = bank_out_ref = None
+def _down_kernel(*refs, batch, n_in, block_out, block_in, offload, parts):
+    h_ref, row_ref, src_ref, dep_ref, count_ref, banks, pools, y_ref, bank_outs = _split(refs, parts, offload)
     u, j = pl.program_id(0), pl.program_id(1)
 
     @pl.when(u < count_ref[0])
     def _():
-        def use(weights, row, **deposit):
+        def use(tensors, row, targets, **deposit):
             outs = [(j * block_out, block_out)]
-            (y,) = _project(h_ref, u, weights, row, outs, n_in, block_in=block_in, batch=batch, **deposit)
+            (y,) = _outputs(h_ref, u, tensors, row, outs, n_in, targets, block_in=block_in, batch=batch, **deposit)
             cols = pl.ds(j * block_out, block_out)
             store(y_ref.at[u, cols] if batch == 1 else y_ref.at[u, pl.ds(0, batch), cols], y)
 
-        _from_row(row_ref, src_ref, dep_ref, u, bank_ref, pool_ref, bank_out_ref, use)
+        _from_row(row_ref, src_ref, dep_ref, u, banks, pools, bank_outs, use)
 
 
 def _least_tile(batch: int) -> int:
@@ -131,7 +164,7 @@ def decode_tiles(width: int, model: int, batch: int) -> dict:
     }
 
 
-def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, between):
+def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, between, spec):
     tiles = {name: dict(t) for name, t in tiles}
     batch, model = x.shape
     offload = pool is not None
@@ -145,16 +178,24 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
 
     def launch(kernel, name, operand, out_shape, out_dtype, n_in, n_out, **static):
         t = tiles[name]
-        bank = banks[name]
+        parts = spec.parts(name)
+        used = [banks[part] for part in parts]
         out = [jax.ShapeDtypeStruct(out_shape, out_dtype)]
         if offload:
-            args = (operand, rows, src, deposit, count, bank, pool[name])
-            out.append(jax.ShapeDtypeStruct(bank.shape, bank.dtype))
-            aliases = {5: 1}
+            args = (operand, rows, src, deposit, count, *used, *[pool[part] for part in parts])
+            out += [jax.ShapeDtypeStruct(bank.shape, bank.dtype) for bank in used]
+            aliases = {5 + i: 1 + i for i in range(len(parts))}
         else:
-            args, aliases = (operand, rows, count, bank), {}
+            args, aliases = (operand, rows, count, *used), {}
         body = functools.partial(
-            kernel, batch=padded, n_in=n_in, block_out=t["block_out"], block_in=t["block_in"], offload=offload, **static
+            kernel,
+            batch=padded,
+            n_in=n_in,
+            block_out=t["block_out"],
+            block_in=t["block_in"],
+            offload=offload,
+            parts=len(parts),
+            **static,
         )
         result = call(
             body,
@@ -166,22 +207,22 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
             input_output_aliases=aliases,
             interpret=interpret,
         )(*args)
-        return result if offload else (result[0], bank)
+        return result[0], dict(zip(parts, result[1:] if offload else used, strict=True))
 
-    h, gate_up = launch(_gate_up_kernel, "gate_up", x_in, h_shape, x.dtype, model, width, width=width)
-    banks = {**banks, "gate_up": gate_up}
+    h, gate_up = launch(_gate_up_kernel, "gate_up", x_in, h_shape, x.dtype, model, width, width=width, spec=spec)
+    banks = {**banks, **gate_up}
     if between is not None:
         banks = between(h, banks)
     y, down = launch(_down_kernel, "down", h, y_shape, jnp.float32, width, model)
     y = y[:, None, :] if batch == 1 else y[:, :batch]
-    return y, {**banks, "down": down}
+    return y, {**banks, **down}
 
 
-_run_cached = jax.jit(_run, static_argnums=(7, 8, 9, 10))
+_run_cached = jax.jit(_run, static_argnums=(7, 8, 9, 10, 11))
 
 
 def expert_ffn_decode(
-    x, rows, src, deposit, count, banks, pool, *, distinct, between=None, tiles=None, interpret=False
+    x, rows, src, deposit, count, banks, pool, *, distinct, between=None, spec=SILU, tiles=None, interpret=False
 ):
     """Expert FFN of a few tokens through slots: every distinct expert on every token.
 
@@ -192,11 +233,13 @@ def expert_ffn_decode(
       deposit: [>= U] i32, 1 to keep a missing expert in `rows`, 0 to bypass.
       count: [1] i32, number of valid entries.
       distinct: U, the static bound of `count`.
-      banks: {"gate_up": [R, 2F, D], "down": [R, D, F]}; donated by the caller, updated in place.
-      pool: {"gate_up": [E, 2F, D], "down": [E, D, F]} in pinned host memory, or None when all rows are resident.
+      banks: {"gate_up": [R, 2F, D], "down": [R, D, F]}, with biases also {"gate_up_bias": [R, 2F], "down_bias": [R,
+        D]}; donated by the caller, updated in place.
+      pool: the same with E rows in pinned host memory, or None when all rows are resident.
       between: traced `between(h, banks) -> banks` between the two kernels: the place to wait for rows of "down" that
         were still on their way while "gate_up" was computed. h are the hidden vectors: [U, F] here when B is 1, else
         [U, B or more, F].
+      spec: `ExpertSpec` with dense weights.
       tiles: overrides of `decode_tiles` (for the benchmarks).
 
     Returns:
@@ -210,4 +253,4 @@ def expert_ffn_decode(
     static = resolve_tiles(decode_tiles(width, model, batch), tiles, width=width, model=model, least=_least_tile(batch))
     # With a hook the kernels are traced in place: what it does belongs to the caller's program.
     run = _run if between is not None else _run_cached
-    return run(x, rows, src, deposit, count, banks, pool, distinct, static, interpret, between)
+    return run(x, rows, src, deposit, count, banks, pool, distinct, static, interpret, between, spec)

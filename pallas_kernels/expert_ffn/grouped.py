@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import call, cdiv, divisor_block, load, pl, pltriton, store
+from pallas_kernels.expert_ffn.spec import SILU
 from pallas_kernels.expert_ffn.tiles import resolve_tiles
 
 
@@ -38,10 +39,17 @@ def _columns(i, size):
     return (i * size + jnp.arange(size, dtype=jnp.int32))[None, :]
 
 
+def _bias(bias_ref, row, start, size):
+    """[1, size] fp32 of bias[row, start:start+size]."""
+    return load(bias_ref.at[row, pl.ds(start, size)]).astype(jnp.float32)[None, :]
+
+
 def _gate_up_kernel(
-    x_ref, token_ref, block_row_ref, span_ref, bank_ref, h_ref,
-    *, width, n_in, block_rows, block_out, block_in, programs,
+    x_ref, token_ref, block_row_ref, span_ref, bank_ref, *refs,
+    width, n_in, block_rows, block_out, block_in, programs, spec,
 ):  # fmt: skip
+    *bias_ref, h_ref = refs
+
     def tile(block, n):
         row = block_row_ref[block]
         rows = pl.ds(block * block_rows, block_rows)
@@ -59,16 +67,20 @@ def _gate_up_kernel(
 
         zero = jnp.zeros((block_rows, block_out), jnp.float32)
         gate, up = jax.lax.fori_loop(0, n_in // block_in, step, (zero, zero))
-        h = (gate * jax.nn.sigmoid(gate) * up).astype(h_ref.dtype)
+        if bias_ref:
+            gate += _bias(bias_ref[0], row, n * block_out, block_out)
+            up += _bias(bias_ref[0], row, width + n * block_out, block_out)
+        h = spec.activate(gate, up).astype(h_ref.dtype)
         store(h_ref.at[rows, pl.ds(n * block_out, block_out)], h)
 
     _each_tile(span_ref, width // block_out, tile, programs)
 
 
 def _down_kernel(
-    h_ref, pair_ref, block_row_ref, span_ref, y_in, bank_ref, y_ref,
-    *, n_in, n_out, block_rows, block_out, block_in, programs,
+    h_ref, pair_ref, block_row_ref, span_ref, y_in, bank_ref, *refs,
+    n_in, n_out, block_rows, block_out, block_in, programs,
 ):  # fmt: skip
+    *bias_ref, y_ref = refs
     del y_in  # aliased with y_ref: each round writes its own pairs
 
     def tile(block, n):
@@ -84,6 +96,8 @@ def _down_kernel(
             )
 
         y = jax.lax.fori_loop(0, n_in // block_in, step, jnp.zeros((block_rows, block_out), jnp.float32))
+        if bias_ref:
+            y += _bias(bias_ref[0], row, n * block_out, block_out)
         pair = load(pair_ref.at[rows])
         live = jnp.broadcast_to((pair >= 0)[:, None], y.shape)
         # Padding points past the end: the interpreter writes what masked lanes read back, and drops it there only.
@@ -107,8 +121,8 @@ def grouped_tiles(width: int, model: int, itemsize: int = 2) -> dict:
     return {"gate_up": tiles(width, model), "down": tiles(model, width)}
 
 
-@functools.partial(jax.jit, static_argnames=("block_rows", "programs", "tiles", "interpret"))
-def _run(x, y, layout, span, banks, *, block_rows, programs, tiles, interpret):
+@functools.partial(jax.jit, static_argnames=("block_rows", "programs", "tiles", "interpret", "spec"))
+def _run(x, y, layout, span, banks, *, block_rows, programs, tiles, interpret, spec):
     tiles = {name: dict(t) for name, t in tiles}
     model, width = x.shape[1], banks["down"].shape[2]
 
@@ -126,7 +140,7 @@ def _run(x, y, layout, span, banks, *, block_rows, programs, tiles, interpret):
             name=f"expert_ffn_grouped_{name}",
             input_output_aliases=aliases,
             interpret=interpret,
-        )(*operands, banks[name])
+        )(*operands, *[banks[part] for part in spec.parts(name)])
 
     h = launch(
         _gate_up_kernel,
@@ -136,6 +150,7 @@ def _run(x, y, layout, span, banks, *, block_rows, programs, tiles, interpret):
         {},
         width=width,
         n_in=model,
+        spec=spec,
     )
     return launch(
         _down_kernel,
@@ -148,7 +163,7 @@ def _run(x, y, layout, span, banks, *, block_rows, programs, tiles, interpret):
     )
 
 
-def expert_ffn_round(x, y, layout, span, banks, *, block_rows, programs=132, tiles=None, interpret=False):
+def expert_ffn_round(x, y, layout, span, banks, *, block_rows, spec=SILU, programs=132, tiles=None, interpret=False):
     """One prefill round: the experts of blocks span[0]:span[1].
 
     Args:
@@ -156,8 +171,10 @@ def expert_ffn_round(x, y, layout, span, banks, *, block_rows, programs=132, til
       layout: `token` and `pair` [blocks*BM] i32 of `group_pairs` (pair -1 on padding), `block_row` [blocks] i32 bank
         row of each block's expert.
       span: [2] i32 as above.
-      banks: {"gate_up": [R, 2F, D], "down": [R, D, F]}.
+      banks: {"gate_up": [R, 2F, D], "down": [R, D, F]}, with biases also {"gate_up_bias": [R, 2F], "down_bias": [R,
+        D]}.
       block_rows: BM, a power of two >= 16.
+      spec: `ExpertSpec` with dense weights.
       programs: programs launched, about the number of multiprocessors.
       tiles: overrides of `grouped_tiles` (for the benchmarks).
 
@@ -171,4 +188,15 @@ def expert_ffn_round(x, y, layout, span, banks, *, block_rows, programs=132, til
         raise ValueError(f"block_rows = {block_rows}: must be a power of two >= 16")
     width, model = banks["down"].shape[2], x.shape[1]
     static = resolve_tiles(grouped_tiles(width, model, x.dtype.itemsize), tiles, width=width, model=model, least=16)
-    return _run(x, y, layout, span, banks, block_rows=block_rows, programs=programs, tiles=static, interpret=interpret)
+    return _run(
+        x,
+        y,
+        layout,
+        span,
+        banks,
+        block_rows=block_rows,
+        programs=programs,
+        tiles=static,
+        interpret=interpret,
+        spec=spec,
+    )
