@@ -138,6 +138,15 @@ def test_tie_keeps_the_lower_expert():
     assert result.events.hit.tolist()[2] == [True, False, False, False]
 
 
+def test_forced_admit_is_no_optimum_once_an_event_exceeds_the_slots():
+    # Three slots, events 03 14 0123 02 23. After 14, 0 and 3 are due alike and 0 stays: {0, 1, 4}. Of 0123 the contract
+    # takes the hits 0 1 first and keeps the last three, 1 2 3; then 2 hits, 0 replaces 1, and 2 3 hit: 5 in all.
+    # Keeping 3 instead gives the order 1 3 0 2, which leaves 0 2 3: 2 + 2 + 2 hits.
+    needs = [[[0, 3]], [[1, 4]], [[0, 1]], [[2, 3]], [[0, 2]], [[2, 3]]]
+    trace = make_trace(needs, request=range(6), step=[0, 1, 2, 2, 3, 4])
+    assert belady(trace, slots_per_layer=3, contract=FORCED, reset="never").hits == 5
+
+
 @few
 @given(trace=traces(), slots=st.integers(1, 4), reset=st.sampled_from(["request", "never"]), forced=st.booleans())
 def test_exhaustive_search_finds_nothing_better_per_layer(trace, slots, reset, forced):

@@ -113,6 +113,10 @@ def test_segment_cache_by_hand():
     assert segment_cache_hit_rate(trace, 2, 1).tolist() == [3 / 6]
     # One ahead: after token 2 the next is 1, so 1 is kept and token 3 hits; token 4 misses, tokens 5 and 6 hit.
     assert segment_cache_hit_rate(trace, 1, 1).tolist() == [3 / 6]
+    # 0 1 1 1, one ahead: 1 is kept after token 2. 0 1 2 1: only who looks two ahead keeps 1 after token 2.
+    assert segment_cache_hit_rate(make_trace([[[e]] for e in (0, 1, 1, 1)]), 1, 1).tolist() == [2 / 4]
+    assert segment_cache_hit_rate(make_trace([[[e]] for e in (0, 1, 2, 1)]), 2, 1).tolist() == [1 / 4]
+    assert segment_cache_hit_rate(make_trace([[[e]] for e in (0, 1, 2, 1)]), 1, 1).tolist() == [0]
     # Two slots hold both.
     assert segment_cache_hit_rate(trace, 2, 2).tolist() == [4 / 6]
     # A request starts with nothing: the same tokens as three requests of two.
