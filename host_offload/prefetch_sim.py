@@ -194,7 +194,7 @@ def simulate_prefetch(
         check_int("budget_bytes", cap, 0)
     most = min(cap // row_bytes for cap in caps) if caps else E
 
-    cache = _Cache(policy, L, E, slot_capacities(L, E, slots_per_layer, slots, scope), scope, contract, seed)
+    cache = CacheRun(policy, L, E, slot_capacities(L, E, slots_per_layer, slots, scope), scope, contract, seed)
     lane = _Lane(float(link.seconds(row_bytes)), reserve)
     told = None if predictor is None else predictor.init(np, L, E, seed)
     now, predicting, event, accesses, misses = 0.0, 0.0, 0, 0, 0
@@ -213,7 +213,7 @@ def simulate_prefetch(
             t = np.int32(step.number * L + layer)
             need = step.need[layer]
             missing = np.flatnonzero(cache.serve(layer, need, step.scores[layer], t)) + layer * E
-            accesses += np.count_nonzero(need)
+            accesses += int(np.count_nonzero(need))
             misses += len(missing)
             ready = lane.serve(missing.tolist(), now, event)
             stall[layer] += ready - now
@@ -249,7 +249,7 @@ def simulate_prefetch(
     )
 
 
-class _Cache:
+class CacheRun:
     """The cache of `simulate`, event by event, with its residents in view."""
 
     def __init__(self, policy, L, E, capacities, scope, contract, seed):
