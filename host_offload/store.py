@@ -25,10 +25,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from host_offload.parts import Part
+
 logger = logging.getLogger(__name__)
 
-# The parts of one row tensor, concatenated along axis 0: (file tensor, None), or (stacked file tensor, expert).
-Parts = tuple[tuple[str, int | None], ...]
+# The parts of one row tensor, concatenated along axis 0.
+Parts = tuple[Part, ...]
 
 
 class StoreError(RuntimeError):
@@ -102,8 +104,9 @@ class RowSource(Protocol):
 class ExpertStore:
     """Expert rows straight from the checkpoint's tensors (memory-mapped): nothing is held, nothing is inflated.
 
-    A row keeps the dtype of the file unless `compute_dtype` is narrower (fewer bytes an element); then it is rounded
-    while it is copied. Reading is thread-safe: each call writes only its own `out`.
+    A row keeps the dtype of the file unless that is a floating type wider than `compute_dtype` (more bytes an element);
+    then it is rounded while it is copied. Packed formats are integers and stay as they are. Reading is thread-safe:
+    each call writes only its own `out`.
     """
 
     def __init__(self, checkpoint: Any, sources: Mapping[str, Sequence[Sequence[Parts]]], spec: RowSpec):
@@ -122,7 +125,10 @@ class ExpertStore:
         sources = weight_map.expert_sources
         tensors = {}
         for name, layers in sources.items():
-            dtypes = {checkpoint.info(file).dtype for rows in layers for parts in rows for file, _ in parts}
+            # What a view makes of a file's dtype does not depend on the expert.
+            every = (part for rows in layers for parts in rows for part in parts)
+            examples = {(checkpoint.info(part.file).dtype, part.view): part for part in every}
+            dtypes = {part.form(checkpoint)[1] for part in examples.values()}
             tensors[name] = (weight_map.expert_shapes[name], _row_dtype(name, dtypes, np.dtype(compute_dtype)))
         first = next(iter(sources.values()))
         return cls(checkpoint, sources, RowSpec(tensors, L=len(first), E=len(first[0])))
@@ -149,9 +155,8 @@ class ExpertStore:
     def _read(self, layer: int, e: int, name: str, out: np.ndarray) -> None:
         start = 0
         parts = self._sources[name][layer][e]
-        for file, index in parts:
-            part = self._checkpoint.view(file)
-            part = part if index is None else part[index, ...]
+        for part in parts:
+            part = part.array(self._checkpoint)
             # A row of one part may be a scalar or any shape; several parts share axis 0 of the row.
             into = out if len(parts) == 1 else out[start : start + part.shape[0]]
             _copy(into, part)
@@ -166,7 +171,8 @@ def _row_dtype(name: str, dtypes: set[np.dtype], compute: np.dtype) -> np.dtype:
         raise StoreError(
             f"row tensor {name!r} is stored as {kinds}, which have no common dtype: convert them"
         ) from error
-    return compute if compute.itemsize < dtype.itemsize else dtype
+    packed = dtype.kind in "iu"
+    return compute if compute.itemsize < dtype.itemsize and not packed else dtype
 
 
 def _copy(into: np.ndarray, source: np.ndarray) -> None:

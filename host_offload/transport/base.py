@@ -10,6 +10,7 @@ import numpy as np
 from host_offload.plan import check_invariants
 from host_offload.policy import fresh_state
 from host_offload.slots import round_group, spare_rows
+from pallas_kernels.expert_ffn import SILU
 
 
 class StateLost(RuntimeError):
@@ -27,6 +28,8 @@ class Transport(abc.ABC):
       forced_admit: contract `atomic-forced-admit` instead of `atomic-bypass`.
       max_pairs: most token-expert pairs of a decode step (B * K).
       implementation: "pallas", "interpret" or "xla", see `pallas_kernels.expert_ffn`.
+      experts: `ExpertSpec`, what an expert computes and how its row is stored. The products of experts that the kernels
+        do not serve are plain XLA, and `kernel` says why.
       bank_rows: rows to allocate at least (a bank kept from a larger cache).
 
     Owner thread: the engine's. The cache state is a pytree made by `create_state`, passed through the jitted step and
@@ -37,10 +40,19 @@ class Transport(abc.ABC):
     plans = True  # whether a policy decides
 
     def __init__(
-        self, spec, pool, budget, policy, *, forced_admit, max_pairs, implementation, select=None, seed=0, bank_rows=0
+        self, spec, pool, budget, policy, *, forced_admit, max_pairs, implementation, experts=SILU, select=None, seed=0,
+        bank_rows=0,
     ):  # fmt: skip
         self.spec, self.pool, self.policy, self.select = spec, pool, policy, select
         self.implementation, self.seed = implementation, seed
+        # In this order: what gate and up need arrives first where rows come in two steps (callback transport).
+        wanted = (*experts.parts("gate_up"), *experts.parts("down"))
+        if tuple(spec.tensors) != wanted:
+            raise ValueError(
+                f"rows of {', '.join(spec.tensors)}: these experts need {', '.join(wanted)}, in this order"
+            )
+        self.experts, self.without_kernel = experts, experts.without_kernel()
+        self.ffn_implementation = "xla" if self.without_kernel else implementation
         self.group = round_group(spec)
         self.spare = spare_rows(spec, max_pairs, self.group)
         self.budget, self.forced_admit = budget, forced_admit
@@ -73,9 +85,10 @@ class Transport(abc.ABC):
 
     @property
     def kernel(self) -> str:
-        """Names the code path of the expert FFN for stats."""
-        how = {"pallas": "pallas-triton", "interpret": "pallas-interpret", "xla": "xla"}[self.implementation]
-        return f"{self.name}/{how}"
+        """Names the code path of the expert FFN for stats, and why it is not the kernels where those would run."""
+        how = {"pallas": "pallas-triton", "interpret": "pallas-interpret", "xla": "xla"}[self.ffn_implementation]
+        why = f" ({self.without_kernel})" if self.ffn_implementation != self.implementation else ""
+        return f"{self.name}/{how}{why}"
 
     @abc.abstractmethod
     def create_state(self):

@@ -31,7 +31,7 @@ class CallbackTransport(Transport):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.mover = make_mover(self.pool)
+        self.mover = make_mover(self.pool, early=len(self.experts.parts("gate_up")))
         self._calls = HostCalls(self.mover)
         self._rounds = RoundMoves(self.mover)
         self._clear()
@@ -138,7 +138,8 @@ class CallbackTransport(Transport):
                 None,
                 distinct=distinct,
                 between=await_down,
-                implementation=self.implementation,
+                spec=self.experts,
+                implementation=self.ffn_implementation,
             )
             out = combine_decode(y, entry.reshape(ids.shape), weights, live)
         return out, replace(waits[0], banks=banks)

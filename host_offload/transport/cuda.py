@@ -86,12 +86,16 @@ class CudaMover:
 
     Two streams, because the gap between two copies of one stream is time in which the link rests. Owner: XLA's
     execution thread, which runs the host calls one after another.
+
+    Args:
+      pool: `ExpertPool`.
+      early: how many row tensors, from the first, a decode event needs before the others.
     """
 
     STREAMS = 2
 
-    def __init__(self, pool):
-        self._pool = pool
+    def __init__(self, pool, early=1):
+        self._pool, self._early = pool, early
         self._nbytes = {name: pool.spec.nbytes(name) for name in pool.spec.tensors}
         self._host = [{name: slab.unsafe_buffer_pointer() for name, slab in layer.items()} for layer in pool.slabs]
         self._staging = Staging()
@@ -145,16 +149,17 @@ class CudaMover:
             check(cudart.cudaStreamWaitEvent(ctx.stream, event, 0))
 
     def move(self, ctx, banks, layer, moves):
-        """Copies (expert, row) pairs; what follows on XLA's stream sees the first row tensor, see `wait_rest`.
+        """Copies (expert, row) pairs; what follows on XLA's stream sees the early row tensors, see `wait_rest`.
 
         To be called right after `fetch`: XLA's stream is empty then, so no compute still reads what is overwritten.
         """
         runs = [(expert, row, 1) for expert, row in moves]
-        first, *others = self._nbytes
-        self._copy(first, pointer(banks[first]), layer, runs)
+        names = list(self._nbytes)
+        for name in names[: self._early]:
+            self._copy(name, pointer(banks[name]), layer, runs)
         self._record(self._arrived[0])
         self._wait(ctx, self._arrived[0])
-        for name in others:
+        for name in names[self._early :]:
             self._copy(name, pointer(banks[name]), layer, runs)
         self._record(self._rest)
         self._moving = True

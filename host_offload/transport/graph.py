@@ -193,7 +193,16 @@ class GraphTransport(Transport):
         distinct = min(E, pairs.shape[0])
         with jax.named_scope("expert_ffn"):
             y, banks = expert_ffn_decode(
-                x, rows, src, deposit, count, state.banks, pool, distinct=distinct, implementation=self.implementation
+                x,
+                rows,
+                src,
+                deposit,
+                count,
+                state.banks,
+                pool,
+                distinct=distinct,
+                spec=self.experts,
+                implementation=self.ffn_implementation,
             )
             out = combine_decode(y, entry.reshape(ids.shape), weights, live)
         return out, replace(state, banks=banks)

@@ -31,7 +31,7 @@ class NumpyMover:
         np.asarray(buffer)[...] = value
 
     def move(self, ctx, banks, layer, moves):
-        """Copies (expert, row) pairs; what follows on XLA's stream sees the first row tensor, see `wait_rest`."""
+        """Copies (expert, row) pairs; what follows on XLA's stream sees the early row tensors, see `wait_rest`."""
         views = {name: np.asarray(buffer) for name, buffer in banks.items()}
         for expert, row in moves:
             for name, bank in views.items():
@@ -54,12 +54,12 @@ class NumpyMover:
         """Nothing to free."""
 
 
-def make_mover(pool):
-    """The mover of the default device's platform."""
+def make_mover(pool, early=1):
+    """The mover of the default device's platform; `early`: how many row tensors arrive before the others."""
     if jax.devices()[0].platform == "gpu":
         from host_offload.transport.cuda import CudaMover
 
-        return CudaMover(pool)
+        return CudaMover(pool, early)
     return NumpyMover(pool)
 
 

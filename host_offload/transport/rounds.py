@@ -34,7 +34,14 @@ def serve_rounds(transport, layer, x, ids, weights, live, order, state, moves, c
             _, state = calls.call(moves.on_round, layer, {}, {}, state)
         span = jnp.stack([ends[order.bounds[r]], ends[order.bounds[r + 1]]])
         y = expert_ffn_round(
-            x, y, layout, span, state.banks, block_rows=block_rows, implementation=transport.implementation
+            x,
+            y,
+            layout,
+            span,
+            state.banks,
+            block_rows=block_rows,
+            spec=transport.experts,
+            implementation=transport.ffn_implementation,
         )
         return y, state
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from host_offload.parts import Part, View, ViewError
 from moe_jax.checkpoint.reader import Checkpoint, listed, raise_problems
 
 Shape = tuple[int, ...]
@@ -44,16 +45,24 @@ class ExpertRule:
     """An expert tensor of the file fills the row tensor `tensor` ("gate_up", "down"), or one part of it.
 
     Group 1 of `pattern` is the decoder layer's number, group 2 the expert's. With `stacked=True` there is no group 2:
-    the tensor's first axis is the expert, `[E, ...]`. `part = (i, n)`: each row tensor is the concatenation along its
+    the tensor's first axis is the expert, `[E, ...]`; with `stacked="rows"` its first axis holds the rows of all
+    experts one after another, `[E * rows, ...]`. `part = (i, n)`: each row tensor is the concatenation along its
     axis 0 of n parts, this one is the i-th (from 0): the gate is `(0, 2)`, the up projection `(1, 2)` of "gate_up".
+    `views`: how one expert's share of the file tensor is seen (`host_offload.parts`), such as transposed; several views
+    of it follow each other along axis 0, such as the even and then the odd rows where gate and up alternate.
     """
 
     pattern: str
     tensor: str
     part: tuple[int, int] | None = None
-    stacked: bool = False
+    stacked: bool | str = False
+    views: tuple[View | None, ...] = (None,)
 
     def __post_init__(self):
+        if self.stacked not in (False, True, "rows"):
+            raise ValueError(f"{self}: stacked must be False, True or 'rows'")
+        if not self.views:
+            raise ValueError(f"{self}: views must not be empty; (None,) takes the tensor as it is")
         groups, wanted = re.compile(self.pattern).groups, 1 if self.stacked else 2
         if groups != wanted:
             raise ValueError(
@@ -84,13 +93,13 @@ class WeightMap:
     """Where each parameter and each expert row lies in the files; `map_checkpoint` builds it, complete and checked.
 
     `params[path]`: names of the file tensors whose concatenation along axis 0 is the parameter.
-    `expert_sources[tensor][i][e]`: the parts, in order, of that row tensor of expert `e` of MoE layer `i`, each
-    `(file tensor, None)` or `(stacked file tensor, e)`: the structure `host_offload.store.ExpertStore` reads.
+    `expert_sources[tensor][i][e]`: the `Part`s, in order, of that row tensor of expert `e` of MoE layer `i`: the
+    structure `host_offload.store.ExpertStore` reads.
     `expert_shapes[tensor]`: shape of a row tensor. `ignored[name]`: why a file tensor is not used.
     """
 
     params: Mapping[str, tuple[str, ...]]
-    expert_sources: Mapping[str, Sequence[Sequence[tuple[tuple[str, int | None], ...]]]]
+    expert_sources: Mapping[str, Sequence[Sequence[tuple[Part, ...]]]]
     expert_shapes: Mapping[str, Shape]
     ignored: Mapping[str, str] = field(default_factory=dict)
 
@@ -200,10 +209,10 @@ def _assemble_experts(
     E: int,
     unmapped: list[str],
     problems: list[str],
-) -> dict[str, list[list[tuple[tuple[str, int | None], ...]]]]:
+) -> dict[str, list[list[tuple[Part, ...]]]]:
     index = {layer: i for i, layer in enumerate(moe_layers)}
     claims: dict[tuple[str, int, int], list[_Claim]] = defaultdict(list)
-    stacked: set[str] = set()
+    rule_of: dict[str, ExpertRule] = {}
     faults: dict[str, list[str]] = defaultdict(list)  # what is wrong -> where, so that a wrong E is one line, not L*E
     for name, rule, match in experts:
         layer = int(match[1])
@@ -212,19 +221,32 @@ def _assemble_experts(
             continue
         if rule.stacked:
             shape = checkpoint.info(name).shape
-            if shape[:1] != (E,):
-                faults[f"stacked experts of shape {list(shape)} where the first axis must be {E} experts"].append(name)
-            stacked.add(name)
+            whole = shape[:1] == (E,)
+            if rule.stacked == "rows":
+                whole = len(shape) > 0 and shape[0] % E == 0
+            if not whole:
+                must = f"divide by the {E} experts" if rule.stacked == "rows" else f"be {E} experts"
+                faults[f"stacked experts of shape {list(shape)} where the first axis must {must}"].append(name)
             members: Iterable[int] = range(E)
         elif int(match[2]) < E:
             members = (int(match[2]),)
         else:
             unmapped.append(name)
             continue
+        rule_of[name] = rule
         for e in members:
             claims[rule.tensor, index[layer], e].append((name, rule.part))
 
-    sources: dict[str, list[list[tuple[tuple[str, int | None], ...]]]] = {}
+    sources: dict[str, list[list[tuple[Part, ...]]]] = {}
+    forms: dict[tuple, Shape] = {}
+
+    def shape_of(part: Part) -> Shape:
+        # All experts' shares of a tensor have one shape.
+        key = part.file, part.view
+        if key not in forms:
+            forms[key] = part.form(checkpoint)[0]
+        return forms[key]
+
     missing: list[str] = []
     for tensor, shape in expert_tensors.items():
         sources[tensor] = [[() for _ in range(E)] for _ in moe_layers]
@@ -239,15 +261,30 @@ def _assemble_experts(
                 if fault:
                     problems.append(f"{where}: {fault}")
                     continue
-                shapes = [checkpoint.info(name).shape[name in stacked :] for name in parts]
-                if _wrong_shape(shapes, parts, tuple(shape)):
+                seen = [part for name in parts for part in _views(checkpoint, name, rule_of[name], e, E)]
+                try:
+                    shapes = [shape_of(part) for part in seen]
+                except ViewError as error:
+                    faults[str(error)].append(parts[0])
+                    continue
+                if _wrong_shape(shapes, [part.file for part in seen], tuple(shape)):
                     text = " + ".join(str(list(s)) for s in shapes)
                     faults[f"{tensor} has shape {text} where the model has {list(shape)}"].append(parts[0])
-                sources[tensor][i][e] = tuple((name, e if name in stacked else None) for name in parts)
+                sources[tensor][i][e] = tuple(seen)
     if missing:
         problems.append(f"{_count(missing, 'expert tensor')} with no tensor in the file: {listed(missing)}")
     problems += [f"{fault}: {listed(names)}" for fault, names in faults.items()]
     return sources
+
+
+def _views(checkpoint: Checkpoint, name: str, rule: ExpertRule, e: int, E: int) -> list[Part]:
+    """The parts that the file tensor `name` gives to a row tensor of expert `e`."""
+    index: int | slice | None = e if rule.stacked else None
+    if rule.stacked == "rows":
+        shape = checkpoint.info(name).shape
+        rows = (shape[0] if shape else 0) // E
+        index = slice(e * rows, (e + 1) * rows)
+    return [Part(name, index, view) for view in rule.views]
 
 
 def _order_parts(claims: list[_Claim]) -> tuple[str, list[str]]:

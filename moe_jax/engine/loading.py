@@ -220,6 +220,7 @@ class CacheBuilder:
             forced_admit=config.contract == "atomic-forced-admit",
             max_pairs=self.max_pairs,
             implementation=self.implementation,
+            experts=self.parts.cfg.expert_spec(),
             seed=config.seed,
             bank_rows=bank_rows,
         )

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from moe_jax.engine.kv_cache import LayerCache, state_bytes, token_bytes
 from moe_jax.errors import CheckpointError
 from moe_jax.layers.rope import Yarn
+from pallas_kernels.expert_ffn import SILU, ExpertSpec
 
 # Names that older files or sibling classes use for the same field (tried in order after the field's own name).
 ALIASES = {"num_experts": ("num_local_experts", "n_routed_experts")}
@@ -210,8 +211,15 @@ class DecoderConfig:
         """Decoder layer number of each sparse layer, ascending; its index here is the MoE layer number."""
         return tuple(range(self.num_hidden_layers))
 
-    def expert_row_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shapes of one expert's tensors, output dimension first: gate_up [2F, D] (gate rows first), down [D, F]."""
+    def expert_spec(self) -> ExpertSpec:
+        """What an expert computes and how its row is stored."""
+        return SILU
+
+    def expert_row_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one expert's tensors, output dimension first: gate_up [2F, D] (gate rows first), down [D, F].
+
+        Names and order are those of `expert_spec().parts`, first of "gate_up", then of "down".
+        """
         D, F = self.hidden_size, self.expert_width
         return {"gate_up": (2 * F, D), "down": (D, F)}
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from host_offload import store as store_module
+from host_offload.parts import Part
 from host_offload.store import ALIGNMENT, HEADER, ExpertStore, PackedRows, RowSpec, StoreError, row_stride
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -55,8 +56,8 @@ def make_store(dtype=np.float32, compute=np.float32, *, stacked=False, seed=0, f
     for layer in range(L):
         if stacked:
             arrays |= {f"{layer}.gu": np.concatenate([gate[layer], up[layer]], axis=1), f"{layer}.d": down[layer]}
-            sources["gate_up"].append([((f"{layer}.gu", e),) for e in range(E)])
-            sources["down"].append([((f"{layer}.d", e),) for e in range(E)])
+            sources["gate_up"].append([(Part(f"{layer}.gu", e),) for e in range(E)])
+            sources["down"].append([(Part(f"{layer}.d", e),) for e in range(E)])
             continue
         for e in range(E):
             arrays |= {
@@ -64,8 +65,8 @@ def make_store(dtype=np.float32, compute=np.float32, *, stacked=False, seed=0, f
                 f"{layer}.{e}.u": up[layer, e],
                 f"{layer}.{e}.d": down[layer, e],
             }
-        sources["gate_up"].append([((f"{layer}.{e}.g", None), (f"{layer}.{e}.u", None)) for e in range(E)])
-        sources["down"].append([((f"{layer}.{e}.d", None),) for e in range(E)])
+        sources["gate_up"].append([(Part(f"{layer}.{e}.g"), Part(f"{layer}.{e}.u")) for e in range(E)])
+        sources["down"].append([(Part(f"{layer}.{e}.d"),) for e in range(E)])
     shapes = {"gate_up": (2 * F, D), "down": (D, F)}
     weight_map = SimpleNamespace(expert_sources=sources, expert_shapes=shapes)
     store = ExpertStore.from_checkpoint(FakeCheckpoint(arrays, fingerprint), weight_map, compute)
@@ -411,7 +412,7 @@ def test_random_rows_survive_packing(tmp_path_factory, shapes, dtypes, sizes):
     for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False)):
         for layer in range(layers):
             arrays[f"{i}.{layer}"] = (rng.random((experts, *shape)) * 200).astype(dtype)
-        sources[f"t{i}"] = [[((f"{i}.{layer}", e),) for e in range(experts)] for layer in range(layers)]
+        sources[f"t{i}"] = [[(Part(f"{i}.{layer}", e),) for e in range(experts)] for layer in range(layers)]
     expert_shapes = {f"t{i}": tuple(shape) for i, shape in enumerate(shapes)}
     weight_map = SimpleNamespace(expert_sources=sources, expert_shapes=expert_shapes)
     store = ExpertStore.from_checkpoint(FakeCheckpoint(arrays), weight_map, np.float32)

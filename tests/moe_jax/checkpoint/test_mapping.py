@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from host_offload.parts import Part
 from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule, map_checkpoint
 from moe_jax.checkpoint.reader import Checkpoint
 from moe_jax.errors import CheckpointError
@@ -92,8 +93,8 @@ def test_parts_are_in_the_order_of_the_rules(mapped):
     assert found.params["layers.0.qkv"] == tuple(f"model.layers.0.{name}.weight" for name in "qkv")
     assert found.params["embed"] == ("embed.weight",)
     prefix = "model.layers.3.experts.1."
-    assert found.expert_sources["gate_up"][1][1] == ((prefix + "gate", None), (prefix + "up", None))
-    assert found.expert_sources["down"][0][0] == (("model.layers.1.experts.0.down", None),)
+    assert found.expert_sources["gate_up"][1][1] == (Part(prefix + "gate"), Part(prefix + "up"))
+    assert found.expert_sources["down"][0][0] == (Part("model.layers.1.experts.0.down"),)
     assert found.expert_shapes == EXPERTS and found.ignored == {}
 
 
@@ -103,21 +104,21 @@ def test_other_layouts_of_the_same_table(mapped):
         del tensors[f"model.layers.0.{name}.weight"]
     found = mapped(tensors | {"model.layers.0.qkv.weight": ones(8, D)})
     assert found.params["layers.0.qkv"] == ("model.layers.0.qkv.weight",)
-    assert found.expert_sources["gate_up"][1][1] == (("model.layers.3.experts.gate_up", 1),)
+    assert found.expert_sources["gate_up"][1][1] == (Part("model.layers.3.experts.gate_up", 1),)
 
     halves = {f"model.layers.{layer}.experts.{n}s": ones(E, F, D) for layer in MOE_LAYERS for n in ("gate", "up")}
     downs = {name: array for name, array in stacked().items() if name.endswith("downs")}
     found = mapped(dense() | halves | downs)
     assert found.expert_sources["gate_up"][0][1] == (
-        ("model.layers.1.experts.gates", 1),
-        ("model.layers.1.experts.ups", 1),
+        Part("model.layers.1.experts.gates", 1),
+        Part("model.layers.1.experts.ups", 1),
     )
 
 
 def test_layers_may_use_different_layouts(mapped):
     tensors = dense() | {n: a for n, a in one_by_one().items() if ".1." in n.split("experts")[0]}
     found = mapped(tensors | {n: a for n, a in stacked().items() if "layers.3." in n})
-    assert found.expert_sources["down"][0][0][0][1] is None and found.expert_sources["down"][1][0][0][1] == 0
+    assert found.expert_sources["down"][0][0][0].index is None and found.expert_sources["down"][1][0][0].index == 0
 
 
 def test_ignored_tensors_keep_their_reason_and_win_over_rules(mapped):

@@ -11,24 +11,45 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from host_offload.store import ExpertStore
 from moe_jax.checkpoint.loading import load_params
 from moe_jax.checkpoint.mapping import map_checkpoint
 from moe_jax.checkpoint.reader import Checkpoint
 from moe_jax.engine.kv_cache import PageAllocator, PagedKV
 from moe_jax.models.config import DecoderConfig
 from moe_jax.models.registry import abstract_params, family_for, targets
+from pallas_kernels.expert_ffn import ExpertSpec
+
+# e2m1: the value of each of the 16 codes.
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
-def dense_experts(slabs: dict[str, list[jax.Array]]) -> Callable:
+def mxfp4_values(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The matrices [.., out, in] of MXFP4 words and scales, by table and byte by byte."""
+    packed, exponent = words.view(np.uint8), scales.view(np.uint8)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    exponent = np.repeat(exponent, 32, axis=-1)[..., : codes.shape[-1]].astype(np.int32)
+    return np.ldexp(FP4[codes], exponent - 127)
+
+
+def dense_experts(slabs: dict[str, list[jax.Array]], spec: ExpertSpec) -> Callable:
     """The `experts` callable that runs every expert on every row: slow, obvious, the reference of these tests.
 
     Its state counts the calls, which shows that the model threads it through.
     """
 
     def experts(layer, x, ids, weights, scores, live, token_ids, state):
-        gate_up, down = slabs["gate_up"][layer].astype(x.dtype), slabs["down"][layer].astype(x.dtype)
-        gate, up = jnp.split(jnp.einsum("td,efd->tef", x, gate_up), 2, axis=-1)
-        outputs = jnp.einsum("tef,edf->ted", jax.nn.silu(gate) * up, down)  # [T, E, D]
+        def bias(name):
+            return slabs[f"{name}_bias"][layer] if spec.biases else 0
+
+        gate_up, down = slabs["gate_up"][layer], slabs["down"][layer]
+        gate, up = jnp.split(jnp.einsum("td,efd->tef", x, gate_up) + bias("gate_up"), 2, axis=-1)
+        if spec.activation == "silu":
+            hidden = jax.nn.silu(gate) * up
+        else:
+            gate, up = jnp.minimum(gate, spec.limit), jnp.clip(up, -spec.limit, spec.limit)
+            hidden = (up + 1) * gate * jax.nn.sigmoid(spec.alpha * gate)
+        outputs = jnp.einsum("tef,edf->ted", hidden, down) + bias("down")  # [T, E, D]
         chosen = jnp.take_along_axis(outputs, ids[:, :, None], axis=1)  # [T, K, D]
         return jnp.sum(chosen * weights[:, :, None], axis=1), state + 1
 
@@ -61,7 +82,7 @@ class TinyModel:
             positions,
             live,
             kv,
-            dense_experts(slabs),
+            dense_experts(slabs, self.cfg.expert_spec()),
             jnp.int32(0),
             last_only=last_only,
             capture=seen,
@@ -100,18 +121,19 @@ def load_tiny(tiny) -> Callable[[str], TinyModel]:
                 graphdef, abstract = abstract_params(cfg, jnp.float32)
                 params = load_params(checkpoint, weight_map, abstract, progress=False)
 
-                def part(source: tuple[str, int | None]) -> np.ndarray:
-                    file_tensor, expert = source
-                    view = checkpoint.view(file_tensor)
-                    return (view if expert is None else view[expert]).astype(np.float32)
-
-                slabs = {
-                    tensor: [
-                        jnp.asarray(np.stack([np.concatenate([part(p) for p in parts]) for parts in layer]))
-                        for layer in layers
-                    ]
-                    for tensor, layers in weight_map.expert_sources.items()
-                }
+                store = ExpertStore.from_checkpoint(checkpoint, weight_map, np.float32)
+                slabs = {name: [] for name in store.spec.tensors}
+                for name, (shape, dtype) in store.spec.tensors.items():
+                    for layer in range(store.spec.L):
+                        rows = np.empty((store.spec.E, *shape), dtype)
+                        store.fill(layer, name, rows)
+                        slabs[name].append(rows)
+                spec = cfg.expert_spec()
+                for name in ("gate_up", "down"):
+                    if getattr(spec, name) == "mxfp4":
+                        scales = slabs.pop(f"{name}_scale")
+                        slabs[name] = [mxfp4_values(w, s) for w, s in zip(slabs[name], scales, strict=True)]
+                slabs = {name: [jnp.asarray(rows, jnp.float32) for rows in layers] for name, layers in slabs.items()}
             loaded[name] = TinyModel(cfg, graphdef, params, slabs)
         return loaded[name]
 
