@@ -7,8 +7,8 @@
 
 The all-hit time holds kernels, launches, the router, attention, the head and, in the callback transport, the host's
 part of every event. `miss time` is what one more missed expert adds, a copy's fixed cost included. Both are measured
-on the running engine by `python experiments/calibrate.py`, which writes the JSON file that `CostModel.load` reads. Misses of
-an event are served one after the other on one link and nothing hides them, so their times add up (prefetch:
+on the running engine by `python experiments/calibrate.py`, which writes the JSON file that `CostModel.load` reads.
+Misses of an event are served one after the other on one link and nothing hides them, so their times add up (prefetch:
 `host_offload/prefetch_sim.py`). All times are seconds, all sizes bytes, all rates bytes a second unless a name says
 otherwise.
 """

@@ -1,5 +1,8 @@
 """Predictors: hand-worked scores, NumPy against jax.numpy, no look at the future, and errors that say what to do."""
 
+import os
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -375,3 +378,15 @@ def test_errors_name_the_field(monkeypatch):
     Nameless.name = "temporal"
     with pytest.raises(ValueError, match="'temporal' is taken by host_offload.predictors.tables.Temporal"):
         register_predictor(Nameless)
+
+
+@pytest.mark.skipif("MOE_JAX_TRACES" not in os.environ, reason="MOE_JAX_TRACES is not set")
+def test_recall_on_real_routing():
+    """The figures of docs/predictors.md for the tables, both folds."""
+    with np.load(Path(os.environ["MOE_JAX_TRACES"]) / "gptoss20b_routes_mmlu60.npz") as arrays:
+        experts, request = arrays["experts"], np.repeat(np.arange(60), np.diff(arrays["offsets"]))
+    trace = make_trace(experts, request, 32)
+    folds = [trace.select(range(half, 60, 2)) for half in (0, 1)]
+    for name, recall in (("cross-layer", [0.612, 0.819, 0.907]), ("cross-layer+temporal", [0.630, 0.835, 0.916])):
+        parts = [evaluate(get_predictor(name).fit([a]), b) for a, b in (folds, folds[::-1])]
+        np.testing.assert_allclose((parts[0] + parts[1]).recall, recall, atol=6e-4)

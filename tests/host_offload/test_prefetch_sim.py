@@ -50,8 +50,8 @@ def counts(result):
 def test_on_time_prefetch_hides_the_copy():
     """A copy takes as long as a layer, so what a layer asks for arrives just as the next one needs it.
 
-    t 0..1: expert 1 on demand; layer 0 computes to 2, while expert 2 is copied. Layer 1 computes 2..3; expert 1, its next
-    wish, is cached. Layer 0 hits and computes 3..4, while expert 3 is copied for layer 1. Only the first event waits.
+    t 0..1: expert 1 on demand; layer 0 computes to 2, while expert 2 is copied. Layer 1 computes 2..3; expert 1, its
+    next wish, is cached. Layer 0 hits and computes 3..4, while expert 3 is copied for layer 1. Only the first event waits.
     """
     result = run(make_trace(TRACE, 4), "oracle", "lru")
     assert counts(result) == (2, 2, 0, 0, 0, 1)
@@ -64,8 +64,8 @@ def test_late_prefetch_waits_for_the_rest_of_the_copy():
     """Layers of 0.25 s, copies of 1 s, one slot a layer, three events that each need another expert.
 
     Event 0 (layer 0): demand 0..1, stall 1, next event at 1.25. The prefetch queued at 0 begins when the link is
-    free, at 1, and arrives at 2: event 1 waits 0.75, ends at 2.25. The prefetch queued at 1.25 begins at 2, arrives at 3:
-    event 2 waits 0.75, ends at 3.25; the next one waits 0.75 as well.
+    free, at 1, and arrives at 2: event 1 waits 0.75, ends at 2.25. The prefetch queued at 1.25 begins at 2, arrives at
+    3: event 2 waits 0.75, ends at 3.25; the next one waits 0.75 as well.
     """
     result = run(make_trace([[[1], [2]], [[2], [3]]], 4), "oracle", "lru", layer_seconds=0.25)
     assert counts(result) == (3, 0, 3, 0, 0, 1)
@@ -97,7 +97,7 @@ def test_a_wrong_prefetch_in_flight_delays_the_demand():
 def test_harmful_prefetch_evicts_what_is_needed_first():
     """A reserve of one place; the slot of layer 1 holds 0, which the policy prefers, from step 0 on.
 
-    Step 0 guesses 3 for layer 1, in vain: 3 stays in the reserve. Step 1 guesses 1, in vain, which takes the place of 3.
+    Step 0 guesses 3 for layer 1, in vain: 3 stays in the reserve. Step 1 guesses 1, in vain, which takes its place.
     Step 2 needs 3: the evicted row would have served it, so the guess of 1 was harmful.
     """
     policy = get_policy("static", frequency=np.tile([4.0, 3.0, 1.0, 1.0], (2, 1)))
