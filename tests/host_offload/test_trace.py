@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from host_offload.policy import StaticPin
-from host_offload.trace import HEADER_FIELDS, Trace, TraceError, concatenate
+from host_offload.trace import HEADER_FIELDS, Trace, TraceError, bundled_trace, concatenate, load_trace
 
 L, E, K = 2, 6, 3
 HEADER = {
@@ -27,7 +28,7 @@ HEADER = {
 }
 
 
-def make(T=6, seed=0, scores=False):
+def make(T=6, seed=0, scores=False, pred=False):
     """Two requests: a prompt of three tokens and one of one token as step 0, decoded together afterwards."""
     rng = np.random.default_rng(seed)
     experts = np.argsort(rng.random((T, L, E)), -1)[..., :K]
@@ -39,6 +40,13 @@ def make(T=6, seed=0, scores=False):
         step=np.array([0, 0, 0, 0, 1, 1])[:T],
         header=HEADER,
         scores=rng.random((T, L, E)) if scores else None,
+        pred={
+            "gate-1": rng.integers(0, E, (T, L, 2)).astype(np.int16),
+            "heads": rng.random((T, L, E)).astype(np.float16),
+            "depth": np.ones((T, L), np.int16),
+        }
+        if pred
+        else None,
     )
 
 
@@ -50,15 +58,22 @@ def assert_equal(a, b):
         if mine is not None:
             assert mine.dtype == other.dtype, name
             np.testing.assert_array_equal(mine, other, err_msg=name)
+    assert list(a.pred) == list(b.pred)
+    for name in a.pred:
+        assert a.pred[name].dtype == b.pred[name].dtype, name
+        np.testing.assert_array_equal(a.pred[name], b.pred[name], err_msg=name)
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(T=st.integers(0, 6), seed=st.integers(0, 99), scores=st.booleans())
-def test_round_trip(tmp_path, T, seed, scores):
-    trace = make(T, seed, scores)
-    trace.save(tmp_path / "run.npz")
-    assert_equal(Trace.load(str(tmp_path / "run.npz")), trace)
-    assert os.listdir(tmp_path) == ["run.npz"]
+@pytest.mark.parametrize("name", ["run.npz", "run.parquet"])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(T=st.integers(0, 6), seed=st.integers(0, 99), scores=st.booleans(), pred=st.booleans())
+def test_round_trip(tmp_path, name, T, seed, scores, pred):
+    trace = make(T, seed, scores, pred)
+    trace.save(tmp_path / name)
+    assert_equal(Trace.load(str(tmp_path / name)), trace)
+    assert_equal(load_trace(tmp_path / name), trace)
+    assert os.listdir(tmp_path) == [name]
+    (tmp_path / name).unlink()
 
 
 def test_file_reads_with_numpy_alone(tmp_path):
@@ -241,22 +256,24 @@ def test_a_file_of_bad_rows_is_refused_with_its_name(tmp_path):
         Trace.load(tmp_path / "objects.npz")
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_torn_files_never_load_as_something_else(tmp_path, data):
+@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_torn_files_never_load_as_something_else(tmp_path, suffix, data):
     trace = make()
-    trace.save(tmp_path / "run.npz")
-    content = bytearray((tmp_path / "run.npz").read_bytes())
+    whole, torn = tmp_path / f"run{suffix}", tmp_path / f"torn{suffix}"
+    trace.save(whole)
+    content = bytearray(whole.read_bytes())
     cut = data.draw(st.integers(0, len(content) - 1))
     if data.draw(st.booleans()):
         content = content[:cut]
     else:
         content[cut] ^= data.draw(st.integers(1, 255))
-    (tmp_path / "torn.npz").write_bytes(content)
+    torn.write_bytes(content)
     try:
-        loaded = Trace.load(tmp_path / "torn.npz")
+        loaded = Trace.load(torn)
     except TraceError as error:
-        assert "torn.npz" in str(error)
+        assert torn.name in str(error)
     else:  # a bit that no reader looks at, such as a time stamp
         assert_equal(loaded, trace)
 
@@ -280,3 +297,110 @@ def test_paths(tmp_path):
         make().save(tmp_path / "run.json")
     with pytest.raises(FileNotFoundError):
         Trace.load(tmp_path / "absent.npz")
+    make().save(tmp_path / "run.npz")
+    with pytest.raises(TraceError, match=r"run\.npz: a native trace holds everything: leave out E"):
+        load_trace(tmp_path / "run.npz", E=6)
+
+
+def test_parquet_is_a_table_that_others_can_query(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    trace = make(scores=True, pred=True)
+    trace.save(tmp_path / "run.parquet")
+    table = pq.read_table(tmp_path / "run.parquet")
+    assert table.column("step").to_pylist() == trace.step.tolist()
+    assert table.column("experts").to_pylist() == trace.experts.reshape(6, -1).tolist()
+    assert table.column("pred/heads").to_pylist() == trace.pred["heads"].reshape(6, -1).tolist()
+    assert json.loads(table.schema.metadata[b"moe_jax.trace"]) == HEADER
+
+
+def test_parquet_damage_is_named(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "run.parquet"
+    make().save(path)
+    table = pq.read_table(path)
+    shapes = json.loads(table.schema.metadata[b"moe_jax.shapes"])
+
+    def put(table, **metadata):
+        held = {key.encode(): json.dumps(value).encode() for key, value in metadata.items()}
+        pq.write_table(table.replace_schema_metadata(table.schema.metadata | held), path)
+
+    put(table.drop_columns(["step"]))
+    with pytest.raises(TraceError, match="names other columns than the file holds"):
+        Trace.load(path)
+    put(table, **{"moe_jax.shapes": shapes | {"experts": [L, K + 1]}})
+    with pytest.raises(TraceError, match=r"experts: .* has not the shape \[2, 4\]"):
+        Trace.load(path)
+    empty = pa.array([None, 1, 2, 3, 4, 5], pa.int32())
+    put(table.set_column(table.column_names.index("step"), "step", empty))
+    with pytest.raises(TraceError, match="step: holds empty cells"):
+        Trace.load(path)
+    put(table, **{"moe_jax.trace": HEADER | {"seed": 8}})
+    with pytest.raises(TraceError, match=r"run\.parquet: damaged: the content does not have the checksum"):
+        Trace.load(path)
+    pq.write_table(table.replace_schema_metadata({}), path)
+    with pytest.raises(TraceError, match=r"no metadata 'moe_jax\.trace': not a native trace"):
+        Trace.load(path)
+
+
+def test_parquet_without_pyarrow_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"parquet traces need pyarrow: install it .* or use an \.npz file"):
+        make().save(tmp_path / "run.parquet")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("a/b", np.zeros((6, L), np.int16), "pred: name 'a/b': use letters"),
+        ("a", np.zeros((6, L), np.int32), r"pred/a: expected int16 or float16 \[T,L,...\] = \(6, 2, ...\), got int32"),
+        ("a", np.zeros((6, 3, 1), np.int16), r"pred/a: .* got int16 \(6, 3, 1\)"),
+        ("a", np.zeros((6, L, 0), np.int16), r"pred/a: .* got int16 \(6, 2, 0\)"),
+        ("a", [[0, 0]] * 6, "pred/a: .* got list"),
+        ("a", np.full((6, L), np.nan, np.float16), "pred/a: row 0: holds a value that is not a number"),
+    ],
+)
+def test_malformed_predictions_are_refused(tmp_path, name, array, message):
+    trace = make()
+    trace.pred[name] = array
+    with pytest.raises(TraceError, match=message):
+        trace.save(tmp_path / "run.npz")
+
+
+def test_select_keeps_rows_and_numbers_of_some_requests():
+    trace = make(scores=True, pred=True)
+    one = trace.select([1])
+    assert one.request.tolist() == [1, 1] and one.step.tolist() == [0, 1]
+    rows = trace.request == 1
+    assert one.experts.tolist() == trace.experts[rows].tolist() and one.scores.tolist() == trace.scores[rows].tolist()
+    assert one.pred["heads"].tolist() == trace.pred["heads"][rows].tolist() and one.header == trace.header
+    one.validate()
+    assert_equal(trace.select([1, 0]), trace)
+    assert len(trace.select([]).experts) == 0
+    with pytest.raises(TraceError, match=r"select: requests \[2\] are not in the trace"):
+        trace.select([0, 2])
+
+
+def test_concatenate_joins_predictions_of_one_kind():
+    whole = concatenate([make(pred=True), make(seed=1, pred=True)])
+    assert whole.pred["heads"].shape == (12, L, E) and list(whole.pred) == ["gate-1", "heads", "depth"]
+    with pytest.raises(TraceError, match=r"trace 1: pred holds \[\], trace 0 \['depth', 'gate-1', 'heads'\]"):
+        concatenate([make(pred=True), make()])
+
+
+def test_bundled_trace():
+    trace = bundled_trace()
+    assert trace.experts.shape[1:] == (8, 4) and trace.header["E"] == 32
+    domains = trace.header["domains"]
+    assert len(set(domains)) == 11 and {domains.count(domain) for domain in domains} == {4}
+    assert np.unique(trace.request).tolist() == list(range(44))
+    prompts = np.bincount(trace.request, trace.phase == 0)
+    assert prompts.tolist() == [64] * 44 and np.bincount(trace.request).max() == 64 + 96 - 1
+    # Routing is learned: requests of one domain use the same experts more than those of different ones.
+    use = np.zeros((44, 8, 32))
+    np.add.at(use, (trace.request[:, None, None], np.arange(8)[None, :, None], trace.experts), 1)
+    unit = use.reshape(44, -1) / np.linalg.norm(use.reshape(44, -1), axis=1, keepdims=True)
+    alike, same = unit @ unit.T, np.equal.outer(domains, domains) & ~np.eye(44, dtype=bool)
+    assert alike[same].mean() > alike[~same & ~np.eye(44, dtype=bool)].mean() + 0.1
+    # Ids and weights only: nothing from which text could be read.
+    assert set(trace.arrays()) == {"experts", "weights", "phase", "request", "step"}
