@@ -441,7 +441,7 @@ def _pool_event(priority, residents, layer, need, t, capacity, *, forced, E, L, 
 
 
 def _cut(key, candidate, capacity, most):
-    """[n] bool: the `capacity` candidates of highest `key` [n] int32, ties to the lower index; `most` or fewer leave."""
+    """[n] bool: the `capacity` candidates of highest `key` [n] int32, ties to the lower index; at most `most` leave."""
     n = key.shape[0]
     index = jnp.arange(n, dtype=jnp.int32)
     excess = jnp.sum(candidate, dtype=jnp.int32) - capacity
