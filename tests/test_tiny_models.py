@@ -70,7 +70,7 @@ def test_recorded_arrays_agree_with_each_other(name, expected):
             assert indices.shape == weights.shape == (length, chosen)
             assert (np.diff(weights) <= 0).all()
             assert all(len(set(row)) == chosen for row in indices.tolist())
-            if config.get("norm_topk_prob", True):
+            if config.get("norm_topk_prob", config["model_type"] == "mixtral"):
                 np.testing.assert_allclose(weights.sum(-1), config.get("routed_scaling_factor", 1), atol=1e-6)
 
 
@@ -111,8 +111,9 @@ def test_transformers_reads_the_config(name, tiny):
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     counts = {getattr(config, key, None) or written[key] for key in names if key in written}
     assert counts == {written[key] for key in names if key in written}
-    theta = written["rope_theta"] if "rope_theta" in written else written["rope_parameters"]["rope_theta"]
-    assert config.rope_parameters["rope_theta"] == theta
+    if "rope_theta" in written or "rope_parameters" in written:  # Jamba has no positions
+        theta = written["rope_theta"] if "rope_theta" in written else written["rope_parameters"]["rope_theta"]
+        assert config.rope_parameters["rope_theta"] == theta
 
 
 def test_build_is_repeatable_and_needs_no_torch(tmp_path):

@@ -21,7 +21,7 @@ Arrays of ``tests/data/<name>.npz``, float32 or int64 (T prompt tokens, V vocabu
     batch_position_ids [2,T]      counted from the first real token
     batch_logits [2,T,V]          one pass, no cache; the rows of padding mean nothing
     hidden/<i> [1,T,D]            i = 0 embedding, i = 1.. after layer i-1; the last one is after the final norm
-    attn/<i> [1,T,D]              output of layer i's attention block, before the residual
+    attn/<i> [1,T,D]              output of layer i's attention (or Mamba) block, before the residual
     moe/<i> [1,T,D]               output of layer i's feed-forward block (dense or sparse), before the residual
     router/<i>/indices [T,K]      experts that sparse layer i chose, by descending weight, then ascending id
     router/<i>/weights [T,K]      the weights their outputs are multiplied with
@@ -162,10 +162,10 @@ class _Recorder:
         self.arrays: Tensors = {}
         self._handles = []
         for path, module in model.named_modules():
-            if match := re.search(r"layers\.(\d+)\.(self_attn|mlp)$", path):
-                kind = "attn" if match[2] == "self_attn" else "moe"
+            if match := re.search(r"layers\.(\d+)\.(self_attn|mamba|mlp|feed_forward)$", path):
+                kind = "attn" if match[2] in ("self_attn", "mamba") else "moe"
                 self._handles.append(module.register_forward_hook(self._block(f"{kind}/{match[1]}")))
-            elif match := re.search(r"layers\.(\d+)\.mlp\.gate$", path):
+            elif match := re.search(r"layers\.(\d+)\.(mlp\.gate|feed_forward\.router)$", path):
                 self._handles.append(module.register_forward_hook(self._router(f"router/{match[1]}")))
 
     def _block(self, key):

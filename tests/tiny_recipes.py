@@ -55,13 +55,21 @@ def initial_value(name: str, shape: tuple[int, ...], tied: bool = False) -> np.n
     normal = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
     if name.endswith("e_score_correction_bias"):
         return 0.15 * normal  # as far apart as neighbouring scores: the choice differs with and without it
+    if name.endswith("mamba.A_log"):
+        return np.log(np.arange(1, shape[1] + 1, dtype=np.float32)) + 0.1 * normal
+    if name.endswith("mamba.D"):
+        return 1.0 + 0.3 * normal
+    if name.endswith(".bias"):
+        return 0.2 * normal - (1.5 if "dt_proj" in name else 0.0)  # small steps: the state must reach back
     if len(shape) == 1:
         return 1.0 + 0.15 * normal  # a norm weight
     if name.endswith("embed_tokens.weight"):
         return normal
     if name.endswith("lm_head.weight"):
         gain = 2.5
-    elif name.endswith(".gate.weight"):
+    elif "conv1d" in name:
+        return 0.5 * normal
+    elif name.endswith((".gate.weight", ".router.weight")):
         gain = 1.5  # router: spread the probabilities
     else:
         gain = 1.3  # projections, [out, in] or stacked [E, out, in]
@@ -155,6 +163,44 @@ def deepseek_parameters(config: dict) -> Shapes:
         shared = {"hidden_size": width, "intermediate_size": expert_width * config["n_shared_experts"]}
         yield from _dense_mlp(f"{layer}.mlp.shared_experts", shared)
     yield "model.norm.weight", (width,)
+    yield "lm_head.weight", (vocabulary, width)
+
+
+def _mamba(prefix: str, config: dict) -> Shapes:
+    width, states, taps = config["hidden_size"], config["mamba_d_state"], config["mamba_d_conv"]
+    inner, rank = config["mamba_expand"] * width, config["mamba_dt_rank"]
+    yield f"{prefix}.A_log", (inner, states)
+    yield f"{prefix}.D", (inner,)
+    yield f"{prefix}.conv1d.weight", (inner, 1, taps)
+    yield f"{prefix}.conv1d.bias", (inner,)
+    yield f"{prefix}.in_proj.weight", (2 * inner, width)
+    yield f"{prefix}.x_proj.weight", (rank + 2 * states, inner)
+    yield f"{prefix}.dt_proj.weight", (inner, rank)
+    yield f"{prefix}.dt_proj.bias", (inner,)
+    yield f"{prefix}.out_proj.weight", (width, inner)
+    yield f"{prefix}.dt_layernorm.weight", (rank,)
+    yield f"{prefix}.b_layernorm.weight", (states,)
+    yield f"{prefix}.c_layernorm.weight", (states,)
+
+
+def jamba_parameters(config: dict) -> Shapes:
+    """Parameters of Jamba: Mamba or attention, then a gated MLP or experts, under Jamba's own names."""
+    width, vocabulary = config["hidden_size"], config["vocab_size"]
+    yield "model.embed_tokens.weight", (vocabulary, width)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        yield f"{layer}.input_layernorm.weight", (width,)
+        attention = i % config["attn_layer_period"] == config["attn_layer_offset"]
+        yield from _attention(f"{layer}.self_attn", config) if attention else _mamba(f"{layer}.mamba", config)
+        yield f"{layer}.pre_ff_layernorm.weight", (width,)
+        if i % config["expert_layer_period"] == config["expert_layer_offset"]:
+            yield f"{layer}.feed_forward.router.weight", (config["num_experts"], width)
+            inner = config["intermediate_size"]
+            yield f"{layer}.feed_forward.experts.gate_up_proj", (config["num_experts"], 2 * inner, width)
+            yield f"{layer}.feed_forward.experts.down_proj", (config["num_experts"], width, inner)
+        else:
+            yield from _dense_mlp(f"{layer}.feed_forward", config)
+    yield "model.final_layernorm.weight", (width,)
     yield "lm_head.weight", (vocabulary, width)
 
 
@@ -346,6 +392,33 @@ _DEEPSEEK_V3 = _DEEPSEEK_V2 | {
     "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 
+_JAMBA = _COMMON | {
+    "architectures": ["JambaForCausalLM"],
+    "model_type": "jamba",
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "attn_layer_period": 4,
+    "attn_layer_offset": 2,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_dt_rank": 3,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
 RECIPES: dict[str, Recipe] = {
     "mixtral": Recipe(
         "top-2 renormalised after softmax, grouped queries, released names w1/w2/w3",
@@ -406,5 +479,12 @@ RECIPES: dict[str, Recipe] = {
         deepseek_parameters,
         per_expert_layout,
         prompt_length=40,
+    ),
+    "jamba": Recipe(
+        "Mamba layers with attention at 2 and 6 and experts at odd layers, no positions",
+        _JAMBA,
+        jamba_parameters,
+        per_expert_layout,
+        prompt_length=20,
     ),
 }

@@ -29,11 +29,16 @@ QK_NORM_RULES = (
     Rule(LAYER + r"self_attn\.k_norm\.weight", r"layers.\1.attn.k_norm.weight"),
 )
 
-# Experts as transformers 5 holds them in memory: one tensor a layer, the expert is the first axis.
-STACKED_EXPERT_RULES = (
-    ExpertRule(LAYER + r"mlp\.experts\.gate_up_proj", "gate_up", stacked=True),
-    ExpertRule(LAYER + r"mlp\.experts\.down_proj", "down", stacked=True),
-)
+
+def stacked_expert_rules(block: str) -> tuple[ExpertRule, ...]:
+    """Rules for experts as transformers 5 holds them in memory: one tensor a layer, the expert is the first axis."""
+    return (
+        ExpertRule(LAYER + block + r"\.experts\.gate_up_proj", "gate_up", stacked=True),
+        ExpertRule(LAYER + block + r"\.experts\.down_proj", "down", stacked=True),
+    )
+
+
+STACKED_EXPERT_RULES = stacked_expert_rules("mlp")
 
 
 def gated_mlp_rules(block: str, ours: str) -> tuple[Rule, ...]:

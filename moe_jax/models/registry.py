@@ -17,6 +17,9 @@ from moe_jax.models.deepseek_v2.params import WEIGHT_TABLE as DEEPSEEK_V2_TABLE
 from moe_jax.models.deepseek_v3.config import DeepseekV3Config
 from moe_jax.models.deepseek_v3.modeling import DeepseekV3ForCausalLM
 from moe_jax.models.deepseek_v3.params import WEIGHT_TABLE as DEEPSEEK_V3_TABLE
+from moe_jax.models.jamba.config import JambaConfig
+from moe_jax.models.jamba.modeling import JambaForCausalLM
+from moe_jax.models.jamba.params import WEIGHT_TABLE as JAMBA_TABLE
 from moe_jax.models.mixtral.config import MixtralConfig
 from moe_jax.models.mixtral.modeling import MixtralForCausalLM
 from moe_jax.models.mixtral.params import WEIGHT_TABLE as MIXTRAL_TABLE
@@ -54,6 +57,7 @@ FAMILIES = (
     Family("olmoe", "OlmoeForCausalLM", OlmoeConfig, OlmoeForCausalLM, OLMOE_TABLE),
     Family("deepseek_v2", "DeepseekV2ForCausalLM", DeepseekV2Config, DeepseekV2ForCausalLM, DEEPSEEK_V2_TABLE),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Config, DeepseekV3ForCausalLM, DEEPSEEK_V3_TABLE),
+    Family("jamba", "JambaForCausalLM", JambaConfig, JambaForCausalLM, JAMBA_TABLE),
 )
 
 

@@ -24,7 +24,8 @@ SMALL = {
     "num_experts_per_tok": 2,
 }
 BY_NAME = {family.name: family for family in FAMILIES}
-GQA = ("mixtral", "qwen3_moe", "olmoe")
+GQA = ("mixtral", "qwen3_moe", "olmoe", "jamba")
+ROPE_GQA = ("mixtral", "qwen3_moe", "olmoe")
 DEEPSEEK = {
     "q_lora_rank": 6,
     "kv_lora_rank": 8,
@@ -37,6 +38,7 @@ DEEPSEEK = {
     "topk_group": 1,
 }
 MORE = {"deepseek_v2": DEEPSEEK | {"topk_method": "group_limited_greedy"}, "deepseek_v3": DEEPSEEK}
+MORE["jamba"] = {"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_d_state": 3}
 
 
 def read(name: str, **changes):
@@ -51,6 +53,7 @@ def read(name: str, **changes):
         ("olmoe", transformers.OlmoeConfig),
         ("deepseek_v2", transformers.DeepseekV2Config),
         ("deepseek_v3", transformers.DeepseekV3Config),
+        ("jamba", transformers.JambaConfig),
     ),
 )
 def test_defaults_are_those_of_transformers(name, theirs):
@@ -64,7 +67,14 @@ def test_defaults_are_those_of_transformers(name, theirs):
     if name not in GQA:
         for field in DEEPSEEK.keys() | {"n_shared_experts", "routed_scaling_factor"}:
             assert getattr(cfg, field) == getattr(want, field), field
-    assert cfg.rope_theta == want.rope_parameters["rope_theta"]
+    if name == "jamba":
+        for field in ("attn", "expert"):
+            assert getattr(cfg, f"{field}_layer_period") == getattr(want, f"{field}_layer_period")
+            assert getattr(cfg, f"{field}_layer_offset") == getattr(want, f"{field}_layer_offset")
+        for field in ("mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_dt_rank"):
+            assert getattr(cfg, field) == getattr(want, field), field
+    else:
+        assert cfg.rope_theta == want.rope_parameters["rope_theta"]
     assert cfg.window is None and getattr(want, "sliding_window", None) is None
     if name in GQA:
         assert cfg.head_dim == want.hidden_size // want.num_attention_heads
@@ -72,7 +82,7 @@ def test_defaults_are_those_of_transformers(name, theirs):
         assert cfg.norm_topk_prob == want.norm_topk_prob
 
 
-@pytest.mark.parametrize("name", GQA)
+@pytest.mark.parametrize("name", ROPE_GQA)
 def test_a_config_that_transformers_saves_reads_back(name):
     theirs = {
         "mixtral": transformers.MixtralConfig(**{k: v for k, v in SMALL.items() if k != "num_experts"}, head_dim=6),
@@ -118,6 +128,20 @@ def test_deepseek_derived_values():
     assert read("deepseek_v2", n_shared_experts=None).shared_width == 0
     assert not read("deepseek_v3", rope_interleave=False).rotates_pairs
     assert read("deepseek_v2", v_head_dim=9).head_dim == 10, "the widest head, rounded to an even number"
+
+
+def test_jamba_derived_values():
+    saved = transformers.JambaConfig(**SMALL, **MORE["jamba"]).to_dict()
+    assert family_for(saved) is BY_NAME["jamba"]
+    cfg = BY_NAME["jamba"].config_cls.from_hf(saved)
+    assert cfg == read("jamba") and cfg.rotary_dim is None and cfg.mamba_dt_rank == 1
+    assert cfg.attention_layers == (0, 2) and cfg.moe_layers == (1, 3)
+    assert [sorted(layer.paged) for layer in cfg.cache_layout()] == [["k", "v"], []] * 2
+    assert cfg.kv_bytes_per_token(jnp.bfloat16) == 2 * (2 * 2 * 4) * 2, "two attention layers, keys and values"
+    assert cfg.state_bytes(jnp.bfloat16) == 2 * (3 * 32 * 2 + 32 * 3 * 4), "two Mamba layers, Di = 32"
+    released = BY_NAME["jamba"].config_cls()
+    assert released.kv_bytes_per_token(jnp.bfloat16) == 16_384
+    assert released.state_bytes(jnp.bfloat16) == 28 * (3 * 8192 * 2 + 8192 * 16 * 4)
 
 
 def test_aliases():
@@ -192,6 +216,13 @@ def test_derived_values():
         ("deepseek_v3", "routed_scaling_factor", 0),
         ("deepseek_v3", "rope_interleave", "yes"),
         ("deepseek_v3", "num_nextn_predict_layers", -1),
+        ("jamba", "mamba_conv_bias", False),
+        ("jamba", "mamba_proj_bias", True),
+        ("jamba", "mamba_dt_rank", "large"),
+        ("jamba", "mamba_d_conv", 1),
+        ("jamba", "attn_layer_offset", 2),
+        ("jamba", "attn_layer_period", 0),
+        ("jamba", "expert_layer_offset", -1),
     ),
 )
 def test_a_bad_value_is_named(name, field, value):
@@ -255,6 +286,6 @@ def test_modules_initialise_with_values_of_the_right_scale(name):
     family = BY_NAME[name]
     cfg = read(name, num_hidden_layers=2, initializer_range=0.5)
     model = family.model_cls(cfg, jnp.float32, rngs=nnx.Rngs(0))
-    assert 0.3 < float(jnp.std(model.layers["0"].attn.qkv.weight[...])) < 0.7
+    assert 0.3 < float(jnp.std(model.layers["0"].attn.out.weight[...])) < 0.7
     with pytest.raises(ValueError, match="int8"):
         family.model_cls(cfg, jnp.int8, rngs=nnx.Rngs(0))

@@ -15,6 +15,7 @@ NAMES = (
     "deepseek_v2_lite",
     "deepseek_v2",
     "deepseek_v3",
+    "jamba",
 )
 SIGMOID_ROUTERS = ("deepseek_v3",)
 TOLERANCE = 1e-4  # logits have a standard deviation of about 2.5
@@ -80,7 +81,7 @@ def test_greedy_decode_through_the_cache_equals_transformers(name, load_tiny, ex
     assert kv.lengths.tolist() == [T + steps]
 
 
-@pytest.mark.parametrize("name", ("mixtral_swa_tied", "qwen3_moe", "olmoe", "deepseek_v2_lite", "deepseek_v3"))
+@pytest.mark.parametrize("name", ("mixtral_swa_tied", "qwen3_moe", "olmoe", "deepseek_v2_lite", "deepseek_v3", "jamba"))
 def test_batch_of_unequal_prompts_equals_the_left_padded_batch(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
     mask = want["batch_attention_mask"].astype(bool)
@@ -101,7 +102,7 @@ def test_batch_of_unequal_prompts_equals_the_left_padded_batch(name, load_tiny, 
         close(last[row, 0], want["batch_logits"][row, mask[row]][-1], f"last of row {row}")
 
 
-@pytest.mark.parametrize("name", ("mixtral_swa_tied", "qwen3_moe", "deepseek_v2"))
+@pytest.mark.parametrize("name", ("mixtral_swa_tied", "qwen3_moe", "deepseek_v2", "jamba"))
 def test_prefill_in_padded_chunks_equals_one_pass(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
     ids = want["input_ids"]
@@ -117,13 +118,16 @@ def test_prefill_in_padded_chunks_equals_one_pass(name, load_tiny, expected):
     assert kv.lengths.tolist() == [T]
 
 
-def test_a_finished_row_changes_nothing_for_the_others(load_tiny, expected):
-    tiny, want = load_tiny("qwen3_moe"), expected("qwen3_moe")
+@pytest.mark.parametrize("name", ("qwen3_moe", "jamba"))
+def test_a_finished_row_changes_nothing_for_the_others(name, load_tiny, expected):
+    tiny, want = load_tiny(name), expected(name)
     ids = np.concatenate([want["input_ids"], want["input_ids"][:, ::-1]])
     T = ids.shape[1]
     positions = np.broadcast_to(np.arange(T), ids.shape)
     _, kv, _, _ = tiny(ids, positions, np.ones((2, T)), tiny.cache([T + 1, T + 1]))
     second_row = [np.asarray(pool)[np.asarray(kv.page_table[1])] for pool in jax.tree.leaves(kv.pages)]
+    states = [np.asarray(state[1]) for state in jax.tree.leaves(kv.states)]
+    assert bool(states) == (name == "jamba") and all(np.any(state) for state in states)
 
     token = want["gen_ids"].reshape(-1, 1)[:1]
     step = np.concatenate([token, token])
@@ -132,6 +136,9 @@ def test_a_finished_row_changes_nothing_for_the_others(load_tiny, expected):
     assert kv.lengths.tolist() == [T + 1, T]
     for before, pool in zip(second_row, jax.tree.leaves(kv.pages), strict=True):
         np.testing.assert_array_equal(before, np.asarray(pool)[np.asarray(kv.page_table[1])])
+    for before, state in zip(states, jax.tree.leaves(kv.states), strict=True):
+        np.testing.assert_array_equal(before, state[1])
+        assert np.any(before != np.asarray(state[0])), "the live row moved on"
 
 
 @pytest.mark.parametrize("tokens", (1, 8), ids=("decode", "prefill"))
