@@ -7,6 +7,7 @@ The new text goes to standard output and everything else to standard error, so `
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -328,6 +329,11 @@ class Run:
         self.moe = MoE(demo_model_path() if model is None else model, settings)
         try:
             _check_verify(verify, self.moe.config)  # "auto" is resolved now
+            if self.moe.tokenizer is None:
+                raise UsageError(
+                    f"{self.moe.name} has no tokenizer, and this command continues texts: put tokenizer.json beside "
+                    "the weights, or generate from ids in Python, MoE(directory).generate([1, 2, 3])"
+                )
             vocabulary = self.moe.model_config.vocab_size
             for token in sampling.get("eos_token_id", []):
                 if token >= vocabulary:
@@ -339,6 +345,8 @@ class Run:
                 params=SamplingParams(max_new_tokens=max_new_tokens),
                 tokenizer=self.moe.tokenizer,
             )
+            with warnings.catch_warnings(action="ignore"):  # the call below gives the same ones
+                self.resolved = dataclasses.asdict(self.moe.sampling_params(max_new_tokens, **sampling))
             self.ceilings = find_ceilings(*rates)
             self.chunks = self.moe.stream_ids(prompts, max_new_tokens, trace=record, **sampling)
         except BaseException:
@@ -439,6 +447,7 @@ class Run:
             "fingerprint": moe.fingerprint,
             "config": moe.config.to_dict(),
             "sampling": {"max_new_tokens": self.max_new_tokens, **self.sampling},
+            "sampling_resolved": self.resolved,
             "interrupted": self.interrupted,
             "fault": self.fault,
             "verified_slots": verified,
@@ -461,6 +470,8 @@ def _interrupts(run: Run):
         if run.interrupted:
             raise KeyboardInterrupt
         run.interrupted = True
+        # A step that still compiles takes its time: say that the wish was heard.
+        print("\nrun_generate: stopping at the next chunk; Ctrl-C again stops at once", file=sys.stderr)
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import logging
 import os
 import time
@@ -15,7 +16,7 @@ from host_offload.policy import Policy
 from host_offload.trace import Trace
 from moe_jax.checkpoint import Checkpoint, resolve
 from moe_jax.config import CACHE_SIZE_KEYS, OffloadConfig
-from moe_jax.engine.engine import Run, power_of_two
+from moe_jax.engine.engine import BUSY, power_of_two
 from moe_jax.engine.loading import (
     CacheBuilder,
     build_engine,
@@ -26,18 +27,19 @@ from moe_jax.engine.loading import (
     make_policy,
     read_parts,
 )
-from moe_jax.engine.programs import NO_TOKEN
 from moe_jax.engine.stats import RunStats
-from moe_jax.errors import ConfigError, InputError, MoEJaxError, TransportError
+from moe_jax.errors import CheckpointError, ConfigError, InputError, MoEJaxError, TransportError
 from moe_jax.generation.inputs import PreparedBatch, assemble, prepare
 from moe_jax.generation.sampling import SamplingParams
-from moe_jax.generation.stopping import StopMatcher
 from moe_jax.generation.text import IncrementalDecoder, StreamerFeed, load_tokenizer, require_tokenizer
+from moe_jax.session import Session, steps
 
 logger = logging.getLogger(__name__)
 
 # Device memory for activations and XLA's scratch, beside what is counted exactly.
 WORKSPACE_BYTES = 1 << 30
+# `policy` in the header of a trace that was recorded under more than one cache.
+SEVERAL_CACHES = "several, see caches"
 
 
 class MoE:
@@ -52,7 +54,7 @@ class MoE:
     pinned memory back.
 
     Raises:
-        ConfigError, CheckpointError: before anything large is allocated.
+        ConfigError, CheckpointError: before anything large is allocated. Also for a keyword other than `policy`.
     """
 
     def __init__(
@@ -61,7 +63,19 @@ class MoE:
         config: None | Mapping[str, Any] | OffloadConfig | str | os.PathLike = None,
         *,
         policy: str | Policy | None = None,
+        **misplaced: Any,
     ):
+        if misplaced:
+            key, value = next(iter(misplaced.items()))
+            raise ConfigError(
+                f"MoE() has no argument {key!r}: configuration keys go into the second one, "
+                f"as in MoE(checkpoint, {{{key!r}: {value!r}}})"
+            )
+        if not isinstance(checkpoint, str | os.PathLike):
+            raise CheckpointError(
+                f"checkpoint={checkpoint!r} is not understood: give a directory or a hub id; "
+                "demo_model_path() is the bundled model"
+            )
         config = OffloadConfig.parse(config)
         make_policy(config.policy if policy is None else policy, config.transport)  # a wrong one costs no loading
         started = time.perf_counter()
@@ -137,7 +151,7 @@ class MoE:
             raise
         self._chosen = chosen
         self._last = self._total = None
-        self._routing: list[dict] = []
+        self._routing: list[tuple[dict, list[dict]]] = []  # a call each: its cache, its rows
         self.reset_stats()
         self._finalizer = weakref.finalize(self, _release, self._engine, self._builder)
 
@@ -178,14 +192,14 @@ class MoE:
         feed = None if streamer is None else StreamerFeed(streamer)
         if feed:
             feed.prompt(batch.input_ids)
-        session = _Session(self, batch, params, trace)
+        session = Session(self, batch, params, trace)
         fault = None
         try:
             # Closed here, not by the garbage collector: when a streamer raises, the run is booked and its pages free.
             with contextlib.closing(session.advance()) as chunks:
                 for pieces in chunks:
                     if feed:
-                        feed.tokens(_steps(pieces, params.fill_token_id))
+                        feed.tokens(steps(pieces, params.fill_token_id))
         except TransportError as error:
             fault = error
         if feed:
@@ -218,7 +232,7 @@ class MoE:
         if len(batch.prompts) != 1:
             raise InputError(f"stream() takes one prompt, not {len(batch.prompts)}: call generate() for a batch")
         return self._stream_text(
-            _Session(self, batch, params, trace), IncrementalDecoder(tokenizer, skip_special_tokens=True)
+            Session(self, batch, params, trace), IncrementalDecoder(tokenizer, skip_special_tokens=True)
         )
 
     def _stream_text(self, session, decoder):
@@ -255,7 +269,17 @@ class MoE:
         EOS is among the ids. Closing the generator early stops the generation.
         """
         batch, params = self._prepare(inputs, input_ids, attention_mask, max_new_tokens, sampling | {"seed": seed})
-        return _Session(self, batch, params, trace).advance()
+        return Session(self, batch, params, trace).advance()
+
+    def sampling_params(self, max_new_tokens: int | None = None, **sampling: Any) -> SamplingParams:
+        """What `generate` draws with under these arguments: they, then generation_config.json, then the defaults.
+
+        `seed` is the configuration's unless given. Raises ConfigError as `generate` does.
+        """
+        params = SamplingParams.resolve(
+            self.generation_config, self._hf_config, max_new_tokens=max_new_tokens, **sampling
+        )
+        return params if params.seed is not None else dataclasses.replace(params, seed=self.config.seed)
 
     def forward(self, input_ids: Any, attention_mask: Any = None) -> np.ndarray:
         """Logits of every position: float32 [B, T, V] ([T, V] for one sequence); zeros where the mask is 0.
@@ -292,15 +316,20 @@ class MoE:
         scope: str | None = None,
         transport: str | None = None,
         contract: str | None = None,
+        **unknown: Any,
     ) -> "MoE":
         """Changes the expert cache and empties it; weights and the pinned pool stay where they are.
 
-        Anything left out keeps its setting. Quotas, scope, contract and built-in policies are values of the compiled
-        step: changing them does not recompile, unless more slots are asked for than the banks hold. Returns self.
+        Anything left out keeps its setting, except that `transport="resident"` forgets the size: name it again when
+        leaving that transport, or all experts that fit get a slot. `slots` is the configuration's `expert_slots`.
+        Quotas, scope, contract and the built-in policies are values of the compiled step: changing them does not
+        recompile, unless more slots are asked for than the banks hold. Returns self.
 
-        Raises ConfigError and leaves the cache as it was.
+        Raises ConfigError, also for a keyword that is not listed, and leaves the cache as it was.
         """
         engine = self._idle_engine()
+        if unknown:
+            raise _unknown_setting(next(iter(unknown)))
         changes = {
             "expert_slots": slots,
             "cache_rate": cache_rate,
@@ -395,27 +424,30 @@ class MoE:
     def trace(self, *, clear: bool = True) -> Trace:
         """The routing recorded so far (calls with `trace=True`) as a `Trace`; `clear` starts a new one.
 
+        The header names the cache that the calls ran under. If `set_cache` changed it between them, the header's
+        `policy` says so and its `caches` lists scope, slots, contract and policy of each, with its first request.
+
         Raises MoEJaxError if nothing was recorded.
         """
         if not self._routing:
             raise MoEJaxError(
                 "no routing was recorded: pass trace=True to generate(), or set trace in the configuration"
             )
-        parts = {name: np.concatenate([part[name] for part in self._routing]) for name in self._routing[0]}
-        cfg, budget = self.model_config, self._engine.transport.budget
+        caches, parts = self._recorded()
+        cfg = self.model_config
         header = {
             "moe_layers": list(cfg.moe_layers),
             "E": cfg.num_experts,
             "K": cfg.num_experts_per_tok,
             "chunk": self._engine.prefill_chunk,
-            "scope": budget.scope,
-            "slots": list(budget.per_layer) or budget.total,
-            "contract": self.config.contract,
-            "policy": self._chosen.name,
+            **caches[-1],
             "model": self.name,
             "dtype": str(self.dtype),
             "fingerprint": self.fingerprint,
         }
+        del header["from_request"]
+        if len(caches) > 1:  # one name would be wrong for a part of the rows, and a replay under it would mislead
+            header |= {"policy": SEVERAL_CACHES, "caches": caches}
         trace = Trace.from_rows(header=header, **parts)
         if clear:
             self._routing = []
@@ -439,22 +471,49 @@ class MoE:
         self._finalizer()
 
     def __enter__(self) -> "MoE":
+        self._open_engine()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        if not self._engine.alive:
+            return f"<MoE {self.name}: closed>"
+        budget, spec = self._engine.transport.budget, self._engine.transport.spec
+        cache = f"{self.config.transport}, {self._chosen.name}, scope {budget.scope}, {self.config.contract}"
+        return f"<MoE {self.name}: {budget.total} of {spec.L * spec.E} experts have a slot; {cache}>"
+
     # -------------------------------------------------------------------------------------------------------- internals
+
+    def _cache_now(self) -> dict:
+        """The header fields of a trace that say which cache the routing was recorded under."""
+        budget = self._engine.transport.budget
+        return {
+            "scope": budget.scope,
+            "slots": list(budget.per_layer) or budget.total,
+            "contract": self.config.contract,
+            "policy": self._chosen.name,
+        }
+
+    def _recorded(self) -> tuple[list[dict], dict[str, np.ndarray]]:
+        """(caches of the recorded routing in order, each with its first request; the rows, by name of the array)."""
+        caches: list[dict] = []
+        for cache, parts in self._routing:
+            if not caches or any(caches[-1][name] != value for name, value in cache.items()):
+                caches.append({"from_request": int(parts[0]["request"].min()), **cache})
+        rows = [part for _, parts in self._routing for part in parts]
+        return caches, {name: np.concatenate([part[name] for part in rows]) for name in rows[0]}
 
     def _open_engine(self):
         if not self._engine.alive:
-            raise MoEJaxError("this model is closed")
+            raise MoEJaxError("this model is closed: load it again with MoE(...)")
         return self._engine
 
     def _idle_engine(self):
         engine = self._open_engine()
         if engine.running is not None:
-            raise MoEJaxError("a generation is open on this model: finish its stream, or close() the generator, first")
+            raise MoEJaxError(BUSY)
         return engine
 
     def _prepare(self, inputs, input_ids, attention_mask, max_new_tokens, sampling):
@@ -462,9 +521,7 @@ class MoE:
         if (inputs is None) == (input_ids is None):
             raise InputError("give the prompt as the first argument or as input_ids, one of them")
         inputs = input_ids if inputs is None else inputs
-        params = SamplingParams.resolve(
-            self.generation_config, self._hf_config, max_new_tokens=max_new_tokens, **sampling
-        )
+        params = self.sampling_params(max_new_tokens, **sampling)
         batch = prepare(
             inputs,
             vocab_size=self.model_config.vocab_size,
@@ -494,73 +551,11 @@ class MoE:
         self._total.merge(stats)
 
 
-class _Session:
-    """One generate call: feeds the engine's tokens through the stop strings and keeps what each row produced."""
-
-    def __init__(self, moe: MoE, batch: PreparedBatch, params: SamplingParams, trace: bool | None):
-        self._moe = moe
-        self.new_ids: list[list[int]] = [[] for _ in batch.prompts]
-        self._record = moe.config.trace if trace is None else trace
-        seed = moe.config.seed if params.seed is None else params.seed
-        rows = [dataclasses.replace(params, max_new_tokens=batch.max_new_tokens, max_length=None)] * len(batch.prompts)
-        self._run: Run = moe._open_engine().start(list(batch.prompts), rows, seed=seed, routing=self._record)
-        self._matchers = [
-            StopMatcher(moe.tokenizer, params.stop, prompt.tolist()) if params.stop else None
-            for prompt in batch.prompts
-        ]
-        self._lengths = batch.lengths
-
-    def advance(self) -> Iterator[list[list[int]]]:
-        """Yields the new ids of each row, a chunk a time, already cut at stop strings."""
-        try:
-            for tokens in self._run.tokens():
-                yield [self._take(row, tokens[row]) for row in range(len(self.new_ids))]
-        finally:
-            self._finish()
-
-    def _take(self, row: int, tokens) -> list[int]:
-        ids = [int(token) for token in tokens if token != NO_TOKEN]
-        matcher = self._matchers[row]
-        if matcher is not None and ids:
-            match = matcher.push(ids)
-            if match is not None:
-                ids = ids[: max(0, match.kept - len(self.new_ids[row]))]
-                self._run.stats.overshoot += match.overshoot
-                self._run.live[row] = False
-        self.new_ids[row].extend(ids)
-        return ids
-
-    def _finish(self):
-        if self._record:
-            # Rows of a sequence in the trace: its prompt and all but the last of its new tokens.
-            keep = {
-                int(request): int(length) + max(0, len(ids) - 1)
-                for request, length, ids in zip(self._run._requests, self._lengths, self.new_ids, strict=True)
-            }
-            self._moe._routing.extend(_cut(self._run.routing, keep))
-        self._moe._book(self._run.stats)
-
-
-def _cut(routing: list[dict], keep: dict[int, int]) -> list[dict]:
-    """Drops what was generated past a stop string: the first keep[request] rows of each request stay."""
-    out = []
-    for part in routing:
-        stay = np.zeros(len(part["request"]), bool)
-        for index, request in enumerate(part["request"].tolist()):
-            if keep[request] > 0:
-                keep[request] -= 1
-                stay[index] = True
-        out.append({name: values[stay] for name, values in part.items()})
-    return out
-
-
-def _steps(pieces: list[list[int]], fill: int) -> np.ndarray:
-    """[steps, B] ids of a chunk for a streamer; rows that ended are filled."""
-    longest = max(map(len, pieces))
-    out = np.full((longest, len(pieces)), fill, np.int64)
-    for row, ids in enumerate(pieces):
-        out[: len(ids), row] = ids
-    return out
+def _unknown_setting(name: str) -> ConfigError:
+    known = ("policy", "slots", "cache_rate", "expert_cache_bytes", "scope", "transport", "contract")
+    near = ["slots"] if name in ("expert_slots", "slots_per_layer") else difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}; the rest is set when loading"
+    return ConfigError(f"set_cache() has no setting {name!r}; {hint}")
 
 
 def _leaves(tree):

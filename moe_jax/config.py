@@ -229,7 +229,7 @@ class OffloadConfig:
         if isinstance(config, cls):
             return config
         if isinstance(config, str | os.PathLike):
-            return cls._from_mapping(_read_json(Path(config)), f" in {os.fspath(config)}")
+            return cls._from_mapping(_read_json(Path(config)), f"{os.fspath(config)}: ")
         if isinstance(config, Mapping):
             return cls._from_mapping(config, "")
         raise ConfigError(
@@ -242,13 +242,13 @@ class OffloadConfig:
         known = cls.keys()
         for key in config:
             if key not in known:
-                raise unknown_key(key, known, "configuration")
+                raise ConfigError(f"{where}{unknown_key(key, known, 'configuration')}")
         try:
             return cls(**config)
         except ConfigError as error:
             if not where:
                 raise
-            raise ConfigError(f"{error}{where}") from error
+            raise ConfigError(f"{where}{error}") from error
 
     def replace(self, **changes: Any) -> OffloadConfig:
         """A copy with some keys changed, validated again.

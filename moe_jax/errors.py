@@ -6,7 +6,11 @@ fault while running), so that callers need not import this module to handle them
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
+
+PACKAGE = str(Path(__file__).resolve().parent)
 
 
 class MoEJaxError(Exception):
@@ -40,3 +44,8 @@ class TransportError(MoEJaxError, RuntimeError):
     def __init__(self, message: str, partial: Any = None):
         super().__init__(message)
         self.partial = partial
+
+
+def warn(message: str) -> None:
+    """A UserWarning at the line outside this package that led here, so that it names the user's own file."""
+    warnings.warn(message, stacklevel=2, skip_file_prefixes=(PACKAGE,))

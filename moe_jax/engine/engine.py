@@ -6,6 +6,7 @@ It knows ids only: text, stop strings and streaming belong to `moe_jax.api`.
 
 import contextlib
 import logging
+import threading
 import time
 from dataclasses import replace
 
@@ -27,6 +28,11 @@ logger = logging.getLogger(__name__)
 # Shortest padded prompt: below it, more shapes would only mean more compilations.
 MIN_CHUNK = 16
 DEFAULT_CHUNK = {"gpu": 8192, "cpu": 512}
+BUSY = (
+    "a generation is open on this model: finish its stream, or close() the generator, or wait for the call in the "
+    "other thread (a model runs one call at a time)"
+)
+CLOSED_MEANWHILE = "the model was closed while it was generating"
 
 
 def power_of_two(n: int) -> int:
@@ -59,6 +65,7 @@ class Engine:
         self._pages = PageAllocator(kv_pages)
         self.requests = self.steps = 0
         self.running: Run | None = None
+        self.turn = threading.Lock()
         self.use_transport(transport, state)
 
     def _create_pages(self):
@@ -201,7 +208,7 @@ class Run:
 
         while self.live.any():
             if not engine.alive:
-                raise MoEJaxError("the model was closed while it was generating")
+                raise MoEJaxError(CLOSED_MEANWHILE)
             tokens, error = self._decode(draws, choice)
             if tokens.size:
                 yield tokens
@@ -343,18 +350,19 @@ class Run:
     @contextlib.contextmanager
     def _guard(self):
         """Gives pages back however the run ends, and makes the engine usable after a fault."""
-        if self.engine.running is not None:
-            raise MoEJaxError(
-                "another generation is open on this model: finish its stream, or close() the generator, first"
-            )
+        if not self.engine.turn.acquire(blocking=False):
+            raise MoEJaxError(BUSY)
         self.engine.running = self
         try:
             yield
         except (GeneratorExit, OutOfPages):  # nothing was lost
             raise
-        except BaseException:
+        except BaseException as error:
             if self.engine.alive:
                 self.engine.recover()
+            elif isinstance(error, Exception) and not isinstance(error, MoEJaxError):
+                # Another thread closed the model: arrays and programs went away under the call.
+                raise MoEJaxError(CLOSED_MEANWHILE) from error
             raise
         finally:
             self.engine.running = None
@@ -362,6 +370,7 @@ class Run:
             if self._pages:
                 self.engine._pages.free(self._pages)
                 self._pages = []
+            self.engine.turn.release()
 
 
 def _usable(tree) -> bool:

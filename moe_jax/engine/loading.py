@@ -83,6 +83,10 @@ def read_parts(checkpoint: Checkpoint, config: OffloadConfig, progress: bool | N
             store = PackedRows.open_or_build(config.offload_path, store, progress=progress)
     except StoreError as error:
         raise CheckpointError(str(error)) from error
+    except OSError as error:  # the checkpoint is mapped already: this is the directory of packed rows
+        raise ConfigError(
+            f"offload_path={config.offload_path!r} cannot be used: {error}. Name a directory that you may write to"
+        ) from error
     params = load_params(checkpoint, weights, abstract, progress=progress)
     return Parts(cfg, dtype, graphdef, params, store.spec, store)
 

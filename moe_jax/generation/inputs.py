@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from moe_jax.errors import InputError
+from moe_jax.errors import InputError, warn
 from moe_jax.generation.sampling import SamplingParams
 from moe_jax.generation.text import Tokenizer, require_tokenizer
 
@@ -151,7 +150,8 @@ def _as_texts(inputs: Any) -> list[str] | None:
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    return [np.asarray(tokenizer(text)["input_ids"], np.int64).reshape(-1) for text in texts]
+    # verbose=False: the length is checked here, against the limit that counts, and an error says what to do.
+    return [np.asarray(tokenizer(text, verbose=False)["input_ids"], np.int64).reshape(-1) for text in texts]
 
 
 def _pad_left(prompts: list[np.ndarray], pad: int) -> np.ndarray:
@@ -183,9 +183,11 @@ def _as_array(name: str, value: Any) -> np.ndarray:
 
 
 def _as_ids(inputs: Any) -> np.ndarray:
+    if isinstance(inputs, bytes | bytearray):
+        raise InputError("the prompt is bytes: decode it to a text first, as in prompt.decode()")
     ids = _as_array("input_ids", inputs)
     if ids.ndim == 0 or ids.ndim > 2:
-        raise InputError(f"input_ids has shape {ids.shape}: it must be [tokens] or [batch, tokens]")
+        raise InputError(f"input_ids has shape {ids.shape}: it must be [tokens] or [batch, tokens]; a text is a str")
     if ids.ndim == 2 and ids.shape[0] == 0:
         raise InputError("input_ids is a batch of 0 sequences: give at least one")
     if ids.size == 0:
@@ -212,16 +214,14 @@ def _guess_mask(ids: np.ndarray, params: SamplingParams | None) -> np.ndarray:
         return np.ones(ids.shape, bool)
     if pad in params.eos_token_id:
         if len(ids) > 1:  # alone, a sequence needs no padding: then the token is meant
-            warnings.warn(
+            warn(
                 "input_ids holds the padding token, which is also an EOS token, and there is no attention_mask: "
-                "all tokens count as text. Pass attention_mask if some are padding",
-                stacklevel=3,
+                "all tokens count as text. Pass attention_mask if some are padding"
             )
         return np.ones(ids.shape, bool)
-    warnings.warn(
+    warn(
         "input_ids holds the padding token and there is no attention_mask: padding is left out of the prompt. "
-        "Pass attention_mask to say which tokens count",
-        stacklevel=3,
+        "Pass attention_mask to say which tokens count"
     )
     return ids != pad
 

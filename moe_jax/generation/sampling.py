@@ -7,7 +7,6 @@ temperature, top-k, top-p, min-p, draw. A draw is an argmax over logits plus Gum
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.config import bad_value, integer, real, unknown_key
-from moe_jax.errors import ConfigError
+from moe_jax.errors import ConfigError, warn
 
 # transformers' own defaults where neither the caller nor generation_config.json says anything
 DEFAULT_NEW_TOKENS = 20
@@ -188,7 +187,7 @@ class SamplingParams:
         idle = [key for key, neutral in _DRAW_ONLY.items() if key in given and given[key] not in neutral]
         if idle and not params.do_sample:
             settings = ", ".join(f"{key}={given[key]!r}" for key in idle)
-            warnings.warn(f"{settings} has no effect because do_sample is False; pass do_sample=True", stacklevel=2)
+            warn(f"{settings} has no effect because do_sample is False; pass do_sample=True")
         return params
 
 
@@ -196,7 +195,7 @@ def _warn_not_implemented(generation_config: Mapping[str, Any]) -> None:
     for key, neutral in _NOT_IMPLEMENTED.items():
         value = generation_config.get(key)
         if not any(value == other for other in neutral):
-            warnings.warn(f"generation_config.json sets {key}={value!r}, which moe_jax does not apply", stacklevel=3)
+            warn(f"generation_config.json sets {key}={value!r}, which moe_jax does not apply")
 
 
 def _id_set(key: str, value: Any) -> tuple[int, ...]:

@@ -94,6 +94,13 @@ def test_text_errors(tokenizer):
         prepare("H", **LIMITS, tokenizer=tokenizer, attention_mask=[1])
 
 
+def test_a_text_that_is_too_long_is_our_error_alone(tokenizer, capfd):
+    tokenizer.deprecation_warnings.clear()  # transformers logs its own opinion of the length once a tokenizer
+    with pytest.raises(InputError, match="more than the limit of"):
+        prepare("word " * 3000, **LIMITS | {"vocab_size": 4096, "tokenizer": tokenizer})
+    assert "indexing errors" not in "".join(capfd.readouterr())
+
+
 @pytest.mark.parametrize("dtype", [np.int64, bool, np.float32])
 def test_padding_on_either_side_is_stripped(dtype):
     mask = np.array([[0, 0, 1], [1, 1, 0], [1, 1, 1]]).astype(dtype)
