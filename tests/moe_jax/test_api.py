@@ -399,28 +399,6 @@ def test_a_stream_closed_early_gives_its_pages_back(moe):
     assert len(moe.trace().experts) == 12 + 12 + 4  # of the two that ran: prompt, and prompt with a chunk of four
 
 
-def test_one_generation_at_a_time(moe):
-    wanted = new_ids(moe)
-    stream = moe.stream_ids(PROMPT, 12, eos_token_id=[])
-    got = next(stream)[0]
-    for call in (
-        lambda: moe.generate(PROMPT, 2),
-        lambda: moe.forward(PROMPT),
-        lambda: moe.stream("a", 2),
-        lambda: moe.set_cache(policy="lfu"),
-    ):
-        with pytest.raises(MoEJaxError, match="a generation is open on this model: finish its stream, or close"):
-            call()
-    moe.stats(), moe.verify_slots()  # looking is allowed
-    got += [token for chunk in stream for token in chunk[0]]
-    assert got == wanted
-    first, second = (moe.stream_ids(PROMPT, 12, eos_token_id=[]) for _ in range(2))
-    next(first)
-    with pytest.raises(MoEJaxError, match="another generation is open"):
-        next(second)
-    assert sum((chunk[0] for chunk in first), []) == wanted[1:]
-
-
 # ---------------------------------------------------------------------------------------------- errors before any work
 
 

@@ -143,16 +143,28 @@ def test_a_call_from_a_second_thread_is_refused_and_the_first_goes_on(moe):
     assert generate(moe, 20) == wanted
 
 
-def test_only_one_of_two_runs_that_start_together_gets_the_engine(moe):
-    """The check of an idle engine and the start of a run are apart: the engine itself has to refuse the second."""
-    engine = moe._engine
-    runs = [engine.start([PROMPT.astype(np.int32)], [moe.sampling_params(4)], seed=0) for _ in range(2)]
-    tokens = runs[0].tokens()
-    next(tokens)
+def test_one_generation_at_a_time(moe):
+    wanted = generate(moe, 12)
+    stream = moe.stream_ids(PROMPT, 12, eos_token_id=[])
+    got = next(stream)[0]
+    for call in (
+        lambda: moe.generate(PROMPT, 2),
+        lambda: moe.forward(PROMPT),
+        lambda: moe.stream_ids(PROMPT, 2),
+        lambda: moe.set_cache(policy="lfu"),
+    ):
+        with pytest.raises(MoEJaxError, match="a generation is open on this model: finish its stream, or close"):
+            call()
+    assert moe.stats()["occupied_slots"]
+    moe.verify_slots()  # looking is allowed
+    got += [token for chunk in stream for token in chunk[0]]
+    assert got == wanted
+    first, second = (moe.stream_ids(PROMPT, 12, eos_token_id=[]) for _ in range(2))
+    next(first)
     with pytest.raises(MoEJaxError, match="one call at a time"):
-        next(runs[1].tokens())
-    tokens.close()
-    assert engine.running is None and generate(moe)
+        next(second)
+    assert sum((chunk[0] for chunk in first), []) == wanted[1:]
+    assert moe._engine.running is None and generate(moe, 12) == wanted
 
 
 def test_closing_under_a_running_call_says_so(tiny):
