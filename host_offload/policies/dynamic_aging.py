@@ -31,23 +31,28 @@ class LFUDA(Policy):
         return {**state, "global": global_scope}
 
     def observe(self, xp, state, layer, need, scores, t):
-        count = state["count"][layer] + need
-        key = xp.where(need, count + state["age"][layer], state["key"][layer])
+        count, key = state["count"][layer] + need, state["key"][layer]
+        # A newcomer has no key yet: it enters with the age that the evictions of this event leave behind.
+        key = xp.where(need & (key > 0), count + state["age"][layer], key)
         return {
             **state,
             "count": set_row(xp, state["count"], layer, count),
             "key": set_row(xp, state["key"], layer, key),
         }
 
+    def _with_newcomers(self, xp, state):
+        entering = (state["count"] > 0) & (state["key"] == 0)
+        return xp.where(entering, 1 + state["age"][:, None], state["key"])
+
     def priority(self, xp, state, layer, expert, t):
-        return from_key(xp, state["key"][layer, expert])
+        return from_key(xp, self._with_newcomers(xp, state)[layer, expert])
 
     def commit(self, xp, state, layer, resident, t):
-        left = xp.where(resident, 0, state["key"]).max(axis=1)  # [L]; absent keys are 0
+        left = xp.where(resident, 0, self._with_newcomers(xp, state)).max(axis=1)  # [L], 0 where nobody left
         left = xp.where(state["global"], left.max(), left)
+        aged = {**state, "age": xp.maximum(state["age"], left)}
         return {
-            **state,
+            **aged,
             "count": xp.where(resident, state["count"], 0),
-            "key": xp.where(resident, state["key"], 0),
-            "age": xp.maximum(state["age"], left),
+            "key": xp.where(resident, self._with_newcomers(xp, aged), 0),
         }

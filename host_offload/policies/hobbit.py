@@ -57,8 +57,9 @@ class HOBBIT(AccessPolicy):
         L = state["last"].shape[0]
 
         def term(index, number, of):
-            ratio = number[layer, expert].astype(xp.float32) / xp.full(layer.shape, of, xp.float32)
-            return truncated(xp, xp.minimum(ratio, np.float32(1)), state["weights"][index] * np.float32(ONE))
+            # The quotient first, as a scalar: XLA divides an array by a scalar with another rounding than NumPy.
+            unit = np.float32(ONE) / xp.asarray(of).astype(xp.float32) * state["weights"][index]
+            return xp.minimum(truncated(xp, number[layer, expert], unit), ONE)
 
         steps = t // L + 1
         near = L - (layer - state["now"]) % L  # L at the running layer, 1 at the one before it

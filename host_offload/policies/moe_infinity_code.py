@@ -6,6 +6,8 @@ from host_offload.policies.common import SPAN, from_key
 from host_offload.policies.frequency import LFUInCache
 from host_offload.policy import Policy, register, set_row
 
+FLOOR = 2.0**-20  # what MoE-Infinity's priority function adds to each factor is 1e-6
+
 
 @register
 class MoEInfinityCode(LFUInCache):
@@ -44,7 +46,7 @@ class MoEInfinityPriority(Policy):
 
     MoE-Infinity, revision d617801, `expert_priority_score.py` (never called there): `layer_weights`, times the
     request's activation counts normalised per layer, times all counts so far; each matrix is scaled to sum 1 and
-    raised by 1e-6. A layer, or half of the layers, without counts is taken as uniform.
+    raised by 2^-20 (1e-6 there). A layer, or half of the layers, without counts is taken as uniform.
 
     State: `request`, `total` [L, E] int32 event counts; `now` int32; `weight` [L, L] float32.
     """
@@ -54,7 +56,7 @@ class MoEInfinityPriority(Policy):
 
     def init(self, xp, L, E, seed):
         weight = layer_weights(L)
-        weight = weight / (weight.sum(axis=1, keepdims=True) * E) + 1e-6
+        weight = weight / (weight.sum(axis=1, keepdims=True) * E) + FLOOR
         return {
             "request": xp.zeros((L, E), xp.int32),
             "total": xp.zeros((L, E), xp.int32),
@@ -77,9 +79,11 @@ class MoEInfinityPriority(Policy):
         total = state["total"]
         halves = [_or_one(xp, part, part.sum(dtype=xp.int32)) for part in (total[: L // 2], total[L // 2 :])]
         total = xp.concatenate(halves)
-        value = state["weight"][state["now"], layer]
-        value = value * _share(xp, request[layer, expert], rows[layer])
-        return value * _share(xp, total[layer, expert], total.sum(dtype=xp.int32))
+        share = request[layer, expert].astype(xp.float32) / rows[layer].astype(xp.float32) + np.float32(FLOOR)
+        # The overall share times its sum over FLOOR, for dividing by a common number XLA rounds differently; a product
+        # with a power of two is exact, so fusing it with the sum changes nothing.
+        overall = total[layer, expert].astype(xp.float32) / np.float32(FLOOR) + total.sum(dtype=xp.int32)
+        return state["weight"][state["now"], layer] * share * overall.astype(xp.float32)
 
     def reset(self, xp, state):
         return {**state, "request": xp.zeros_like(state["request"])}
@@ -87,8 +91,3 @@ class MoEInfinityPriority(Policy):
 
 def _or_one(xp, counts, total):
     return xp.where(total == 0, 1, counts).astype(xp.int32)
-
-
-def _share(xp, part, whole):
-    """float32 [n]: part / whole + 1e-6; one division of integers and one sum, which NumPy and XLA round alike."""
-    return part.astype(xp.float32) / whole.astype(xp.float32) + np.float32(1e-6)
