@@ -51,7 +51,7 @@ def test_on_time_prefetch_hides_the_copy():
     """A copy takes as long as a layer, so what a layer asks for arrives just as the next one needs it.
 
     t 0..1: expert 1 on demand; layer 0 computes to 2, while expert 2 is copied. Layer 1 computes 2..3; expert 1, its
-    next wish, is cached. Layer 0 hits and computes 3..4, while expert 3 is copied for layer 1. Only the first event waits.
+    next wish, is cached. Layer 0 hits and computes 3..4, while expert 3 is copied for layer 1. Only event 0 waits.
     """
     result = run(make_trace(TRACE, 4), "oracle", "lru")
     assert counts(result) == (2, 2, 0, 0, 0, 1)
