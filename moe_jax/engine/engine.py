@@ -271,6 +271,7 @@ class Run:
                 tokens=T,
                 from_zero=start == 0,
                 head_dim=engine.cfg.head_dim,
+                sinks=engine.cfg.attention_sinks,
             )
             static = {
                 "block_rows": block_rows(engine.platform, self.rows * T * engine.cfg.num_experts_per_tok, engine.cfg),

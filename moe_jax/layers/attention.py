@@ -43,15 +43,19 @@ class AttentionCall:
     implementation: Implementation
 
 
-def choose_implementation(*, platform: str, dtype, tokens: int, from_zero: bool, head_dim: int) -> Implementation:
+def choose_implementation(
+    *, platform: str, dtype, tokens: int, from_zero: bool, head_dim: int, sinks: bool = False
+) -> Implementation:
     """Attention code for a chunk of `tokens` new tokens a sequence: cuDNN where it applies, else XLA over pages.
 
     cuDNN's fused kernel needs a GPU, a 16-bit dtype, a supported head width, and a chunk that attends to itself alone
-    (`from_zero`: every sequence starts at position 0).
+    (`from_zero`: every sequence starts at position 0). It knows no `sinks`; its log-sum-exp, which would allow to add
+    them afterwards, comes rounded to the compute dtype.
     """
     narrow = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
     fits = head_dim % 8 == 0 and head_dim <= CUDNN_MAX_HEAD_DIM
-    return "cudnn" if platform in ("gpu", "cuda") and narrow and fits and tokens > 1 and from_zero else "xla"
+    applies = narrow and fits and tokens > 1 and from_zero and not sinks
+    return "cudnn" if platform in ("gpu", "cuda") and applies else "xla"
 
 
 def fresh_attention(
@@ -82,9 +86,20 @@ def fresh_attention(
 
 
 def _attend_block(
-    q: Array, positions: Array, keys: Array, values: Array, key_positions: Array, stored: Array, window, scale: float
+    q: Array,
+    positions: Array,
+    keys: Array,
+    values: Array,
+    key_positions: Array,
+    stored: Array,
+    window: int | None,
+    scale: float,
+    sinks: Array | None,
 ) -> Array:
-    """Softmax attention of queries [B, T, G, R, H] at `positions` to keys [B, S, G, H]; float32 softmax."""
+    """Softmax attention of queries [B, T, G, R, H] at `positions` to keys [B, S, G, H]; float32 softmax.
+
+    `sinks` [G, R]: score of a further key without a value.
+    """
     precision = matmul_precision(q.dtype)
     scores = jnp.einsum("btgrh,bsgh->bgrts", q, keys, precision=precision, preferred_element_type=jnp.float32) * scale
     query, key = positions[:, :, None], key_positions[:, None, :]
@@ -93,7 +108,11 @@ def _attend_block(
         visible &= query - key < window
     # A finite floor: a dead query that sees no key gets a uniform average of zeroed values, not NaN.
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    else:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None, None], (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1].astype(q.dtype)
     out = jnp.einsum("bgrts,bsgh->btgrh", weights, values, precision=precision, preferred_element_type=jnp.float32)
     return out.astype(q.dtype)
 
@@ -106,6 +125,7 @@ def paged_attention(
     *,
     window: int | None,
     scale: float,
+    sinks: Array | None = None,
     max_scores: int = MAX_SCORES,
 ) -> Array:
     """Causal attention of new tokens to all stored tokens of their sequences, in plain XLA.
@@ -120,6 +140,8 @@ def paged_attention(
         positions: [B, T] int32, ascending by one along the live part of a row.
         window: sliding window in tokens, or None.
         scale: factor on the scores, normally H ** -0.5.
+        sinks: [N] score, in each head's softmax, of a key without a value; None: no such key. Source: Xiao et al. 2023,
+            "Efficient Streaming Language Models with Attention Sinks"; here learned, as in gpt-oss.
         max_scores: query blocks keep B * N * block * S at or under this (a block has at least 16 queries).
 
     Returns:
@@ -141,7 +163,16 @@ def paged_attention(
     # Pages are recycled: 0 * NaN left behind by another sequence must not reach this one.
     values = jnp.where(stored[:, :, None, None], values, 0).astype(values.dtype)
     return blocked_attention(
-        q, keys, values, positions, key_positions, stored, window=window, scale=scale, max_scores=max_scores
+        q,
+        keys,
+        values,
+        positions,
+        key_positions,
+        stored,
+        window=window,
+        scale=scale,
+        sinks=sinks,
+        max_scores=max_scores,
     )
 
 
@@ -155,6 +186,7 @@ def blocked_attention(
     *,
     window: int | None,
     scale: float,
+    sinks: Array | None = None,
     max_scores: int = MAX_SCORES,
 ) -> Array:
     """Causal attention to given keys, by blocks of queries where the scores would be large.
@@ -163,7 +195,7 @@ def blocked_attention(
         q: [B, T, N, H] queries at `positions` [B, T].
         keys: [B, S, G, H] at `key_positions` [B, S]; values: [B, S, G, Hv], finite everywhere.
         stored: [B, S] bool, false where a key does not exist.
-        window, scale, max_scores: as for `paged_attention`.
+        window, scale, sinks, max_scores: as for `paged_attention`.
 
     Returns:
         [B, T, N, Hv] in q's dtype.
@@ -178,6 +210,7 @@ def blocked_attention(
         stored=stored,
         window=window,
         scale=scale,
+        sinks=None if sinks is None else sinks.reshape(G, N // G),
     )
     width = values.shape[-1]
     q = q.reshape(B, T, G, N // G, H)  # [B, T, G, R, H]
@@ -203,6 +236,8 @@ class GroupedQueryAttention(nnx.Module):
     Args:
         layer: number of the layer in the KV cache.
         window: sliding window in tokens, or None.
+        bias: whether the projections have biases.
+        sinks: whether there is a parameter `sinks` [N], see `paged_attention`.
     """
 
     def __init__(
@@ -215,11 +250,14 @@ class GroupedQueryAttention(nnx.Module):
         *,
         layer: int,
         window: int | None,
+        bias: bool = False,
+        sinks: bool = False,
         std: float,
         rngs: nnx.Rngs,
     ):
-        self.qkv = Linear(features, (num_heads + 2 * num_kv_heads) * head_dim, dtype, std=std, rngs=rngs)
-        self.out = Linear(num_heads * head_dim, features, dtype, std=std, rngs=rngs)
+        self.qkv = Linear(features, (num_heads + 2 * num_kv_heads) * head_dim, dtype, bias=bias, std=std, rngs=rngs)
+        self.out = Linear(num_heads * head_dim, features, dtype, bias=bias, std=std, rngs=rngs)
+        self.sinks = nnx.Param(nnx.initializers.normal(std)(rngs.params(), (num_heads,), dtype)) if sinks else None
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -243,10 +281,13 @@ class GroupedQueryAttention(nnx.Module):
             kv = kv.write(self.layer, {"k": k, "v": v}, call.positions, call.live)
         with jax.named_scope("attention"):
             scale = H**-0.5
+            sinks = None if self.sinks is None else self.sinks[...]
+            if call.implementation == "cudnn" and sinks is not None:
+                raise ValueError("attention implementation 'cudnn' knows no sinks: must be 'xla'")
             if call.implementation == "cudnn":
                 out = fresh_attention(q, k, v, call.live, window=self.window, scale=scale, implementation="cudnn")
             elif call.implementation == "xla":
-                out = paged_attention(q, kv, self.layer, call.positions, window=self.window, scale=scale)
+                out = paged_attention(q, kv, self.layer, call.positions, window=self.window, scale=scale, sinks=sinks)
             else:
                 raise ValueError(f'attention implementation {call.implementation!r}: must be "xla" or "cudnn"')
         with jax.named_scope("attention_out"):

@@ -32,14 +32,16 @@ def project(x: Array, weight: Array) -> Array:
 
 
 class Linear(nnx.Module):
-    """y = x @ W.T without bias, W [out, in]; the result has x's dtype."""
+    """y = x @ W.T (+ b), W [out, in], b [out] only with `bias`; the result has x's dtype."""
 
-    def __init__(self, features_in: int, features_out: int, dtype, *, std: float, rngs: nnx.Rngs):
+    def __init__(self, features_in: int, features_out: int, dtype, *, bias: bool = False, std: float, rngs: nnx.Rngs):
         shape = (features_out, features_in)
         self.weight = nnx.Param(nnx.initializers.normal(std)(rngs.params(), shape, dtype))
+        self.bias = nnx.Param(jnp.zeros((features_out,), dtype)) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        return project(x, self.weight[...]).astype(x.dtype)
+        y = project(x, self.weight[...])
+        return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class Embedding(nnx.Module):

@@ -1,4 +1,4 @@
-"""RMS normalisation."""
+"""RMS and layer normalisation."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -25,3 +25,28 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         return rms_norm(x, self.weight[...], self.eps)
+
+
+class WideRMSNorm(RMSNorm):
+    """`RMSNorm` that scales in float32 and casts last, as in gpt-oss."""
+
+    def __call__(self, x: Array) -> Array:
+        wide = rms_norm(x.astype(jnp.float32), self.weight[...].astype(jnp.float32), self.eps)
+        return wide.astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + eps) * weight over the last axis, in float32, without bias; x's dtype.
+
+    Formula: Ba et al. 2016, "Layer Normalization". The weight [features] starts at one.
+    """
+
+    def __init__(self, features: int, dtype, *, eps: float):
+        self.weight = nnx.Param(jnp.ones((features,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        inverse = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        return (centred * inverse * self.weight[...].astype(jnp.float32)).astype(x.dtype)

@@ -182,6 +182,11 @@ class DecoderConfig:
         return None
 
     @property
+    def attention_sinks(self) -> bool:
+        """Whether the attention's softmax has a learned sink in each head."""
+        return False
+
+    @property
     def rotary_dim(self) -> int | None:
         """Components of a head that rotary embedding turns; None in a model without positions."""
         return self.head_dim

@@ -64,6 +64,7 @@ class DecoderLayer(nnx.Module):
         cfg: DecoderConfig,
         dtype,
         *,
+        norm_class: type[nnx.Module],
         layer: int,
         attention: TokenMixer,
         mlp: GatedMLP | None,
@@ -71,9 +72,9 @@ class DecoderLayer(nnx.Module):
         shared: GatedMLP | None,
         moe_layer: int | None,
     ):
-        self.input_norm = RMSNorm(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
+        self.input_norm = norm_class(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
         self.attn = attention
-        self.post_attention_norm = RMSNorm(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
+        self.post_attention_norm = norm_class(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
         self.mlp = mlp
         self.router = router
         self.shared = shared
@@ -130,6 +131,7 @@ class Decoder(nnx.Module):
     """
 
     attention_class: type[GroupedQueryAttention] = GroupedQueryAttention
+    norm_class: type[nnx.Module] = RMSNorm  # made as norm_class(features, dtype, eps=...)
     router_weights_dtype = None  # dtype of the router's weights; None: the compute dtype
     rope_dtype = None  # dtype of the rotary tables; None: the compute dtype
 
@@ -148,6 +150,7 @@ class Decoder(nnx.Module):
                 str(layer): DecoderLayer(
                     cfg,
                     dtype,
+                    norm_class=self.norm_class,
                     layer=layer,
                     attention=self.make_attention(layer, rngs),
                     mlp=None if layer in moe_number else self.make_mlp(cfg.intermediate_size, rngs),
@@ -158,7 +161,7 @@ class Decoder(nnx.Module):
                 for layer in range(cfg.num_hidden_layers)
             }
         )
-        self.norm = RMSNorm(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
+        self.norm = self.norm_class(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
         self.lm_head = (
             None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, dtype, std=std, rngs=rngs)
         )

@@ -10,6 +10,9 @@ from flax import nnx
 from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule
 from moe_jax.errors import CheckpointError
 from moe_jax.models.config import DecoderConfig
+from moe_jax.models.dbrx.config import DbrxConfig
+from moe_jax.models.dbrx.modeling import DbrxForCausalLM
+from moe_jax.models.dbrx.params import WEIGHT_TABLE as DBRX_TABLE
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.deepseek_v2.config import DeepseekV2Config
 from moe_jax.models.deepseek_v2.modeling import DeepseekV2ForCausalLM
@@ -17,6 +20,9 @@ from moe_jax.models.deepseek_v2.params import WEIGHT_TABLE as DEEPSEEK_V2_TABLE
 from moe_jax.models.deepseek_v3.config import DeepseekV3Config
 from moe_jax.models.deepseek_v3.modeling import DeepseekV3ForCausalLM
 from moe_jax.models.deepseek_v3.params import WEIGHT_TABLE as DEEPSEEK_V3_TABLE
+from moe_jax.models.gpt_oss.config import GptOssConfig
+from moe_jax.models.gpt_oss.modeling import GptOssForCausalLM
+from moe_jax.models.gpt_oss.params import WEIGHT_TABLE as GPT_OSS_TABLE
 from moe_jax.models.jamba.config import JambaConfig
 from moe_jax.models.jamba.modeling import JambaForCausalLM
 from moe_jax.models.jamba.params import WEIGHT_TABLE as JAMBA_TABLE
@@ -58,6 +64,8 @@ FAMILIES = (
     Family("deepseek_v2", "DeepseekV2ForCausalLM", DeepseekV2Config, DeepseekV2ForCausalLM, DEEPSEEK_V2_TABLE),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Config, DeepseekV3ForCausalLM, DEEPSEEK_V3_TABLE),
     Family("jamba", "JambaForCausalLM", JambaConfig, JambaForCausalLM, JAMBA_TABLE),
+    Family("gpt_oss", "GptOssForCausalLM", GptOssConfig, GptOssForCausalLM, GPT_OSS_TABLE),
+    Family("dbrx", "DbrxForCausalLM", DbrxConfig, DbrxForCausalLM, DBRX_TABLE, tied=()),
 )
 
 

@@ -1,0 +1,62 @@
+"""gpt-oss: the shared decoder with attention sinks, biases, and a router that weighs the chosen experts only."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from moe_jax.layers.attention import GroupedQueryAttention
+from moe_jax.layers.linear import Linear
+from moe_jax.layers.norm import WideRMSNorm
+from moe_jax.layers.router import top_k
+from moe_jax.models.decoder import Decoder
+
+
+class TopKSoftmaxRouter(nnx.Module):
+    """The K largest logits of a projection with bias; the weights are their softmax."""
+
+    def __init__(self, features: int, num_experts: int, k: int, dtype, *, std: float, rngs: nnx.Rngs):
+        self.gate = Linear(features, num_experts, dtype, bias=True, std=std, rngs=rngs)
+        self.k = k
+
+    def __call__(self, x: Array) -> tuple[Array, Array, Array]:
+        """x [T, D] -> ids [T, K] int32 by descending weight, weights [T, K] in x's dtype, scores [T, E] float32.
+
+        The scores are the softmax over all experts: what traces and policies see.
+        """
+        logits = self.gate(x).astype(jnp.float32)
+        chosen, ids = top_k(logits, self.k)
+        return ids, jax.nn.softmax(chosen, axis=-1).astype(x.dtype), jax.nn.softmax(logits, axis=-1)
+
+
+class GptOssForCausalLM(Decoder):
+    """gpt-oss; adds `layers.N.attn.sinks` [N], `layers.N.attn.{qkv,out}.bias` and `layers.N.router.gate.bias` [E]."""
+
+    norm_class = WideRMSNorm
+
+    def make_attention(self, layer: int, rngs: nnx.Rngs) -> GroupedQueryAttention:
+        cfg = self.cfg
+        return GroupedQueryAttention(
+            cfg.hidden_size,
+            cfg.num_attention_heads,
+            cfg.num_key_value_heads,
+            cfg.head_dim,
+            self.dtype,
+            layer=layer,
+            window=cfg.layer_window(layer),
+            bias=cfg.attention_bias,
+            sinks=True,
+            std=cfg.initializer_range,
+            rngs=rngs,
+        )
+
+    def make_router(self, rngs: nnx.Rngs) -> TopKSoftmaxRouter:
+        cfg = self.cfg
+        return TopKSoftmaxRouter(
+            cfg.hidden_size,
+            cfg.num_experts,
+            cfg.num_experts_per_tok,
+            self.dtype,
+            std=cfg.initializer_range,
+            rngs=rngs,
+        )
