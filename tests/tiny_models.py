@@ -27,7 +27,7 @@ Arrays of ``tests/data/<name>.npz``, float32 or int64 (T prompt tokens, V vocabu
     router/<i>/weights [T,K]      the weights their outputs are multiplied with
     weights_crc32 []              checksum of the checkpoint the outputs were computed from
 
-The recipes themselves are in ``tests/tiny_recipes.py``.
+The recipes themselves are in ``tests/tiny_recipes.py`` and ``tests/tiny_recipes_fused.py``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import tiny_recipes
+import tiny_recipes_fused
 from safetensors.numpy import save_file
-from tiny_recipes import RECIPES, Recipe, Tensors, initial_value
+from tiny_recipes import Recipe, Tensors, initial_value
 
+RECIPES = tiny_recipes.RECIPES | tiny_recipes_fused.RECIPES
 DATA = Path(__file__).resolve().parent / "data"
 NEW_TOKENS = 8
 LEFT_PADDING = 5
@@ -61,12 +64,20 @@ def recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def checkpoint_tensors(name: str) -> Tensors:
-    """Tensors of the checkpoint by their names in the file, in the file's dtype, in file order."""
+def checkpoint_tensors(name: str, unpacked: bool = False) -> Tensors:
+    """Tensors of the checkpoint by their names in the file, in the file's dtype, in file order.
+
+    unpacked: the values of a packed format as floating-point tensors.
+    """
     r = recipe(name)
     tied = r.config["tie_word_embeddings"]
-    parameters = {key: initial_value(key, shape, tied) for key, shape in r.parameters(r.config)}
-    return {key: np.ascontiguousarray(value.astype(r.dtype)) for key, value in r.layout(parameters).items()}
+    value_of = r.value or initial_value
+    parameters = {key: value_of(key, shape, tied) for key, shape in r.parameters(r.config)}
+    layout = r.float_layout if unpacked else r.layout
+    return {
+        key: np.ascontiguousarray(value if value.dtype == np.uint8 else value.astype(r.dtype))
+        for key, value in layout(parameters).items()
+    }
 
 
 def fingerprint(tensors: Tensors) -> int:
@@ -93,20 +104,22 @@ def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def build(name: str, directory: str | Path) -> Path:
+def build(name: str, directory: str | Path, unpacked: bool = False) -> Path:
     """Write the tiny checkpoint ``name`` into ``directory`` (created if missing) and return its path.
 
+    unpacked: write the values of a packed format as floating-point tensors, and a config without its quantisation.
     Writes config.json, generation_config.json and either model.safetensors or numbered shards with
     model.safetensors.index.json. Raises ValueError for an unknown name.
     """
     r = recipe(name)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    _write_json(directory / "config.json", r.config | {"dtype": np.dtype(r.dtype).name})
+    config = {k: v for k, v in r.config.items() if not (unpacked and k == "quantization_config")}
+    _write_json(directory / "config.json", config | {"dtype": np.dtype(r.dtype).name})
     special = {k: v for k, v in r.config.items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(directory / "generation_config.json", {"_from_model_config": True} | special)
 
-    tensors = checkpoint_tensors(name)
+    tensors = checkpoint_tensors(name, unpacked)
     shards = _shards(tensors, r.shard_bytes)
     if r.shard_bytes is None:
         files = ["model.safetensors"]
@@ -165,7 +178,12 @@ class _Recorder:
             if match := re.search(r"layers\.(\d+)\.(self_attn|mamba|mlp|feed_forward)$", path):
                 kind = "attn" if match[2] in ("self_attn", "mamba") else "moe"
                 self._handles.append(module.register_forward_hook(self._block(f"{kind}/{match[1]}")))
-            elif match := re.search(r"layers\.(\d+)\.(mlp\.gate|feed_forward\.router)$", path):
+            elif match := re.search(r"blocks\.(\d+)\.(norm_attn_norm\.attn|ffn)$", path):  # DBRX
+                kind = "moe" if match[2] == "ffn" else "attn"
+                self._handles.append(module.register_forward_hook(self._block(f"{kind}/{match[1]}")))
+                if kind == "moe":
+                    self._handles.append(module.register_forward_hook(self._dbrx_router(f"router/{match[1]}")))
+            elif match := re.search(r"layers\.(\d+)\.(mlp\.gate|mlp\.router|feed_forward\.router)$", path):
                 self._handles.append(module.register_forward_hook(self._router(f"router/{match[1]}")))
 
     def _block(self, key):
@@ -177,11 +195,22 @@ class _Recorder:
     def _router(self, key):
         def hook(module, args, output):
             _, weights, indices = (part.numpy() for part in output)
-            order = np.lexsort((indices, -weights), axis=-1)
-            self.arrays[f"{key}/indices"] = np.take_along_axis(indices, order, -1)
-            self.arrays[f"{key}/weights"] = np.take_along_axis(weights, order, -1)
+            self._routing(key, weights, indices)
 
         return hook
+
+    def _dbrx_router(self, key):
+        """DBRX's router module returns logits only; the block around it chooses."""
+
+        def hook(module, args, output):
+            self._routing(key, *(part.numpy() for part in module.route_tokens_to_experts(module.router(args[0]))))
+
+        return hook
+
+    def _routing(self, key, weights, indices):
+        order = np.lexsort((indices, -weights), axis=-1)
+        self.arrays[f"{key}/indices"] = np.take_along_axis(indices, order, -1)
+        self.arrays[f"{key}/weights"] = np.take_along_axis(weights, order, -1)
 
     def close(self):
         for handle in self._handles:
@@ -299,7 +328,8 @@ def main(argv: list[str] | None = None) -> int:
             print(build(name, Path(args.build) / name))
         else:
             with tempfile.TemporaryDirectory() as scratch:
-                computed = reference_outputs(name, build(name, Path(scratch) / name))
+                unpacked = RECIPES[name].float_layout is not None
+                computed = reference_outputs(name, build(name, Path(scratch) / name, unpacked))
             if args.write:
                 DATA.mkdir(exist_ok=True)
                 np.savez_compressed(DATA / f"{name}.npz", **computed)

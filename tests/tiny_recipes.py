@@ -29,6 +29,9 @@ class Recipe:
         prompt_length: T of the expected outputs.
         dtype: dtype of the tensors in the file.
         shard_bytes: start a new file before this many bytes; None writes a single file without an index.
+        value: the value of a parameter by name and shape, and whether the head is tied; None: `initial_value`.
+        float_layout: for packed formats, the same weights as floating-point tensors: what the oracle loads, without the
+            config's `quantization_config`.
     """
 
     about: str
@@ -38,6 +41,8 @@ class Recipe:
     prompt_length: int = 24
     dtype: type = np.float32
     shard_bytes: int | None = None
+    value: Callable[..., np.ndarray] | None = None
+    float_layout: Callable[[Tensors], Tensors] | None = None
 
 
 # ---------------------------------------------------------------------------------------------- random weights
