@@ -1,8 +1,8 @@
 """How fast the simulator replays: events x configurations a second, compilation apart.
 
 A configuration is one policy at one cache size. Without `--trace`, random routing of gpt-oss-20b's shape is replayed
-(24 layers, 32 experts, top-4, 60 requests); with it, a recorded trace. The first line is a whole study: all policies that
-compile, six cache sizes, compilation included.
+(24 layers, 32 experts, top-4, 60 requests); with it, a recorded trace. The first line is a whole study: all policies
+that compile, six cache sizes, compilation included.
 """
 
 import time
