@@ -16,6 +16,9 @@ NAMES = (
     "deepseek_v2",
     "deepseek_v3",
     "jamba",
+    "gpt_oss",
+    "gpt_oss_mxfp4",
+    "dbrx",
 )
 SIGMOID_ROUTERS = ("deepseek_v3",)
 TOLERANCE = 1e-4  # logits have a standard deviation of about 2.5
@@ -81,7 +84,9 @@ def test_greedy_decode_through_the_cache_equals_transformers(name, load_tiny, ex
     assert kv.lengths.tolist() == [T + steps]
 
 
-@pytest.mark.parametrize("name", ("mixtral_swa_tied", "qwen3_moe", "olmoe", "deepseek_v2_lite", "deepseek_v3", "jamba"))
+@pytest.mark.parametrize(
+    "name", ("mixtral_swa_tied", "qwen3_moe", "olmoe", "deepseek_v2_lite", "deepseek_v3", "jamba", "gpt_oss", "dbrx")
+)
 def test_batch_of_unequal_prompts_equals_the_left_padded_batch(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
     mask = want["batch_attention_mask"].astype(bool)
@@ -102,7 +107,7 @@ def test_batch_of_unequal_prompts_equals_the_left_padded_batch(name, load_tiny, 
         close(last[row, 0], want["batch_logits"][row, mask[row]][-1], f"last of row {row}")
 
 
-@pytest.mark.parametrize("name", ("mixtral_swa_tied", "qwen3_moe", "deepseek_v2", "jamba"))
+@pytest.mark.parametrize("name", ("mixtral_swa_tied", "qwen3_moe", "deepseek_v2", "jamba", "gpt_oss"))
 def test_prefill_in_padded_chunks_equals_one_pass(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
     ids = want["input_ids"]
