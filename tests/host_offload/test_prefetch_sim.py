@@ -108,6 +108,20 @@ def test_harmful_prefetch_evicts_what_is_needed_first():
     assert counts(roomy) == (2, 1, 0, 1, 0, 3)
 
 
+def test_a_stale_prefetch_never_begins():
+    """The guess for layer 1 waits behind the demand until event 1 begins; the idle time after it is not used for it."""
+    trace = make_trace([[[1], [2]], [[1], [2]]], 4, guess=[[[-1], [3]], [[-1], [-1]]])
+    result = run(trace, Recorded("guess"), "lru", layer_seconds=[0.0, 5.0])
+    assert counts(result) == (0, 0, 0, 0, 0, 2)
+
+
+def test_a_place_is_free_once_its_event_has_begun():
+    """A reserve of one: 3, guessed for layer 1 in vain, gives way at that event to the right guess for layer 2."""
+    trace = make_trace([[[1], [2], [1]]], 4, guess=[[[-1], [3], [1]]])
+    result = run(trace, Recorded("guess"), "lru", reserve=1, layer_seconds=3.0)
+    assert counts(result) == (2, 1, 0, 1, 0, 2)
+
+
 def test_predictor_time_is_charged():
     trace = make_trace(TRACE, 4)
     free, slow = (run(trace, get_predictor("oracle", cost_us=cost)) for cost in (0, 250_000))
