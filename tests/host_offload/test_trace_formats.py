@@ -473,6 +473,15 @@ def test_what_a_format_cannot_tell_is_refused_or_returned(tmp_path):
     assert {"pred/gate", "step: which rows were served together", "header: policy"} <= set(lost)
     assert any(phrase.startswith("the numbers of the requests") for phrase in lost)
     assert export_trace(together, tmp_path / "r.npz", "native") == []
+    grouped = make(2, 3, False, True)
+    grouped.step[:] = 0  # decoded rows of a request in one step
+    assert "step: which rows were served together" in export_trace(grouped, tmp_path / "g.json", "sglang")
+    prompts = make(3, 1, True, False)
+    prompts.phase[:], prompts.request[:], prompts.step[:] = 0, np.arange(len(prompts.step)), 0  # prompts in one step
+    assert "step: which rows were served together" in export_trace(prompts, tmp_path / "p.json", "sglang")
+    prompts.experts[0, 0] = 0
+    with pytest.raises(TraceError, match="export: experts: row 0 layer 0: an expert occurs twice"):
+        export_trace(prompts, tmp_path / "q.json", "sglang")
 
 
 def test_unknown_files_and_facts(tmp_path):
@@ -541,6 +550,7 @@ def test_json_damage_names_the_byte(tmp_path):
         (b'[{"a": 1}]]', "byte 10: text after the end of the array"),
         (b'[{"a": 1}, 5]', "byte 11: expected an object, got '5"),
         (b'{"a": "\xc3\xa9"} {"b": "\xff"}', "byte 19: not UTF-8"),
+        (b'{"":"\xc3\xff"}', "byte 5: not UTF-8"),
         (b'{"a": [1', "byte 8: not JSON: .*the file has 8 bytes, perhaps torn"),
     ):
         path.write_bytes(raw)
