@@ -13,7 +13,8 @@ import tiny_models
 from tiny_models import RECIPES
 
 NAMES = list(RECIPES)
-DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
+DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "U8": np.uint8}
+PACKED = {"gpt_oss_mxfp4"}  # hold uint8 tensors beside those of the recipe's dtype
 
 
 def read_tensors(directory) -> dict[str, np.ndarray]:
@@ -30,23 +31,29 @@ def fp32(tensors, name):
     return tensors[name].astype(np.float32)
 
 
+def layers_of(config) -> int:
+    return config.get("num_hidden_layers") or config["n_layers"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_built_files_hold_the_weights_the_outputs_were_computed_from(name, tiny, expected):
     tensors = read_tensors(tiny(name))
     # If this fails while --check passes, NumPy draws other random numbers: run `tests/tiny_models.py --write`.
     assert tiny_models.fingerprint(tensors) == expected(name)["weights_crc32"]
-    assert {array.dtype for array in tensors.values()} == {np.dtype(RECIPES[name].dtype)}
+    packed = {np.dtype(np.uint8)} if name in PACKED else set()
+    assert {array.dtype for array in tensors.values()} == {np.dtype(RECIPES[name].dtype)} | packed
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_embedding_and_head_of_the_file_give_first_and_last_recorded_array(name, tiny, expected):
     tensors, outputs = read_tensors(tiny(name)), expected(name)
-    embedding = fp32(tensors, "model.embed_tokens.weight")
+    dbrx = "transformer.wte.weight"
+    embedding = fp32(tensors, dbrx if dbrx in tensors else "model.embed_tokens.weight")
     tied = RECIPES[name].config["tie_word_embeddings"]
     assert tied == ("lm_head.weight" not in tensors)
     head = embedding if tied else fp32(tensors, "lm_head.weight")
     last = max(int(key.split("/")[1]) for key in outputs if key.startswith("hidden/"))
-    assert last == RECIPES[name].config["num_hidden_layers"]
+    assert last == layers_of(RECIPES[name].config)
     np.testing.assert_array_equal(outputs["hidden/0"], embedding[outputs["input_ids"]])
     np.testing.assert_allclose(outputs[f"hidden/{last}"] @ head.T, outputs["logits"], atol=2e-5)
 
@@ -54,7 +61,8 @@ def test_embedding_and_head_of_the_file_give_first_and_last_recorded_array(name,
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_arrays_agree_with_each_other(name, expected):
     config, length, outputs = RECIPES[name].config, RECIPES[name].prompt_length, expected(name)
-    layers, chosen = config["num_hidden_layers"], config["num_experts_per_tok"]
+    layers = layers_of(config)
+    chosen = config.get("num_experts_per_tok") or config["ffn_config"]["moe_top_k"]
     assert outputs["logits"].shape == (1, length, config["vocab_size"])
     assert outputs["batch_logits"].shape == (2, length, config["vocab_size"])
     assert outputs["gen_ids"].shape == (1, tiny_models.NEW_TOKENS)
@@ -89,6 +97,25 @@ def test_in_memory_names_hold_the_same_weights_stacked(tiny):
             np.testing.assert_array_equal(
                 stacked[f"model.layers.{layer}.mlp.experts.down_proj"][e], released[f"{block}.{e}.w2.weight"]
             )
+
+
+@pytest.mark.parametrize("name", sorted(PACKED))
+def test_packed_weights_are_the_float_weights_that_the_oracle_loads(name, tiny, tmp_path):
+    packed, plain = read_tensors(tiny(name)), read_tensors(tiny_models.build(name, tmp_path, unpacked=True))
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    blocks = [key.removesuffix("_blocks") for key in packed if key.endswith("_blocks")]
+    assert len(blocks) == 8 and set(packed) - set(plain) == {
+        f"{b}_{part}" for b in blocks for part in ("blocks", "scales")
+    }
+    for base in blocks:
+        codes = np.stack([packed[f"{base}_blocks"] & 15, packed[f"{base}_blocks"] >> 4], axis=-1)
+        signed = np.where(codes > 7, -1, 1) * magnitudes[codes & 7]  # [E, out, in / 32, 16, 2]
+        scale = 2.0 ** (packed[f"{base}_scales"].astype(np.float64) - 127)
+        values = (signed * scale[..., None, None]).reshape(*scale.shape[:2], -1)
+        np.testing.assert_array_equal(values.swapaxes(1, 2), plain[base])
+    for key in set(packed) & set(plain):
+        np.testing.assert_array_equal(packed[key], plain[key])
 
 
 def test_shards_are_listed_by_the_index_and_stay_under_the_limit(tiny):
