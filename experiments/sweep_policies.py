@@ -312,6 +312,8 @@ def chosen_slots(traces, slots, shares):
                 raise UsageError(f"--slots: {bad[0]} is outside 1..{E}, the experts of a layer of {name}")
         else:
             wanted = numbers("--shares", shares or DEFAULT_SHARES, float)
+            if shares is None:  # few experts a layer: the smallest default shares are less than one of them
+                wanted = [share for share in wanted if share * E >= 1]
             bad = [share for share in wanted if not 1 / E <= share <= 1]
             if bad:
                 raise UsageError(f"--shares: {bad[0]} is outside 1/{E}..1: {name} has {E} experts a layer")
@@ -411,7 +413,8 @@ def main(
             ("--calibrate-split", calibrate_split, SPLITS),
             ("--backend", backend, BACKENDS),
         ):
-            words(option, value, known)
+            if value not in known:
+                raise UsageError(f"{option}: {value!r} is not one of {', '.join(known)}")
         seed_list = numbers("--seeds", seeds, int)
         if min(seed_list) < 0:
             raise UsageError(f"--seeds {seeds!r}: expected integers of at least 0")
@@ -432,7 +435,7 @@ def main(
         digests = {name: trace_digest(trace) for name, trace in loaded.items()}
         store = Store(out, digests, version)
         for reason, count in store.dropped.items():
-            console.print(f"{count} finished cells were made with {reason}: they start anew")
+            console.print(f"{count} finished cells were made with {reason}: they start anew", soft_wrap=True)
         cells = all_cells(list(loaded), names, slots_of, contracts, scopes, reset, phase, seed_list, calibrate_split)
         run_cells(cells, loaded, digests, store, version, backend, console)
         files = [store.path, store.write_parquet()]
