@@ -24,6 +24,8 @@ DEMO_PROMPT = "Once upon a time there was a poor woodcutter who lived at the edg
 DEMO_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 40, "repetition_penalty": 1.1}
 SHOWN_OF_PROMPT = 300
 
+STDERR = 2  # file descriptor
+
 EXIT_FAULT, EXIT_USAGE, EXIT_INTERRUPT, EXIT_PIPE = 1, 2, 130, 141
 
 
@@ -470,8 +472,9 @@ def _interrupts(run: Run):
         if run.interrupted:
             raise KeyboardInterrupt
         run.interrupted = True
-        # A step that still compiles takes its time: say that the wish was heard.
-        print("\nrun_generate: stopping at the next chunk; Ctrl-C again stops at once", file=sys.stderr)
+        # A step that still compiles takes its time: say that the wish was heard. Not by print: the interrupt may have
+        # come inside a print, and buffered writers refuse to be entered twice.
+        os.write(STDERR, b"\nrun_generate: stopping at the next chunk; Ctrl-C again stops at once\n")
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:

@@ -61,6 +61,9 @@ def test_demo_with_json_trace_and_verification(tmp_path):
     # The demo draws as its card recommends.
     assert out["sampling"].items() >= {"temperature": 0.7, "top_k": 40, "repetition_penalty": 1.1}.items()
     assert out["sampling"]["do_sample"] is True
+    # What was asked for, and what came of it with the model's generation_config.json and the defaults.
+    resolved = out["sampling_resolved"]
+    assert (resolved["top_k"], resolved["top_p"], resolved["seed"]) == (40, 1.0, 0)
 
     table = done.stderr.decode()
     for line in (
@@ -133,6 +136,7 @@ def test_interrupt_keeps_what_there_is(tmp_path):
     errors = errors.decode()
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and "stopped by Ctrl-C after" in errors and "hit rate" in errors
+    assert errors.index("stopping at the next chunk") < errors.index("stopped by Ctrl-C after")
     out = json.loads((tmp_path / "out.json").read_text())
     (sequence,) = out["sequences"]
     assert out["interrupted"] is True and 0 < len(sequence["new_ids"]) < 2000
@@ -240,6 +244,12 @@ def test_wrong_options_are_explained_before_loading(script, tmp_path, options, m
     assert result.stdout == ""
     assert message in result.stderr
     assert result.stderr.startswith("run_generate: ") and result.stderr.count("\n") == 1
+
+
+def test_a_checkpoint_without_a_tokenizer_is_one_line(script, tiny):
+    result = CliRunner().invoke(script.app, ["--model", str(tiny("mixtral")), "--prompt", "hi"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("run_generate: mixtral has no tokenizer") and result.stderr.count("\n") == 1
 
 
 def test_help_explains_every_option_without_starting_jax():
