@@ -231,6 +231,26 @@ def test_report_states_what_the_figures_depend_on(script, trace_file, tmp_path):
         assert content.startswith(b"\x89PNG") and 5_000 < len(content) < 100_000
 
 
+def test_host_time_of_a_policy_counts_in_the_callback_transport(script, trace_file, tmp_path):
+    decode = {"callback": DecodeCost(1e-3, 2e-4, L, K, 1000, "lru")}
+    cost = CostModel("a card", LinkCurve(1e9), 1e12, decode, policy_seconds={"lru": 1e-4, "lfu": 3e-4})
+    cost.save(tmp_path / "cost.json")
+    options = [trace_file, "--slots", "2", *QUICK, "--cost", tmp_path / "cost.json", "--transport", "callback"]
+    done = run(script, *options, "--policies", "lru,lfu", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    section = (tmp_path / "out" / "report.md").read_text().split("### Predicted")[1]
+    trace = small_trace()
+    for name in ("lru", "lfu"):
+        result = simulate(trace, name, slots_per_layer=2, backend="numpy")
+        assert f"| {name} | {predict_ms_per_token(result, cost, transport='callback'):.2f} |" in section
+    # The optimum is charged what the calibrated policy takes.
+    best = belady(trace, slots_per_layer=2)
+    best.policy = "lru"
+    assert f"| optimum, bypass | {predict_ms_per_token(best, cost, transport='callback'):.2f} |" in section
+    done = run(script, *options, "--policies", "fifo", "--out", tmp_path / "out")
+    assert done.exit_code == 2 and "'fifo' was not measured" in done.stderr
+
+
 def test_gap_lines_name_the_best_policy(script, trace_file, tmp_path):
     out = tmp_path / "out"
     assert run(script, trace_file, "--policies", "lru,lfu,random", "--slots", "3", *QUICK, "--out", out).exit_code == 0
