@@ -429,11 +429,14 @@ def main(
                     halves(trace)
                 except UsageError as error:
                     raise UsageError(f"--calibrate-split even-odd: trace {name}: {error}; {remedy}") from error
-        cost_model = check_cost(cost, transport, loaded, names, phase)
-        out.mkdir(parents=True, exist_ok=True)
         version = code_version(() if load is None else (load,))
         digests = {name: trace_digest(trace) for name, trace in loaded.items()}
         store = Store(out, digests, version)
+        # The report covers what earlier runs left in DIR too, so the cost model must.
+        shown = _sweep_report.select(store.rows.values(), reset, phase, list(loaded))
+        reported = dict.fromkeys([*names, *(row["policy"] for row in shown if row["policy"] != "belady")])
+        cost_model = check_cost(cost, transport, loaded, reported, phase)
+        out.mkdir(parents=True, exist_ok=True)
         for reason, count in store.dropped.items():
             console.print(f"{count} finished cells were made with {reason}: they start anew", soft_wrap=True)
         cells = all_cells(list(loaded), names, slots_of, contracts, scopes, reset, phase, seed_list, calibrate_split)

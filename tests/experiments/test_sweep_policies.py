@@ -249,6 +249,10 @@ def test_host_time_of_a_policy_counts_in_the_callback_transport(script, trace_fi
     assert f"| optimum, bypass | {predict_ms_per_token(best, cost, transport='callback'):.2f} |" in section
     done = run(script, *options, "--policies", "fifo", "--out", tmp_path / "out")
     assert done.exit_code == 2 and "'fifo' was not measured" in done.stderr
+    # So does one that an earlier run left in the directory: the report would have to show it.
+    assert run(script, *options[:-4], "--policies", "fifo", "--out", tmp_path / "out").exit_code == 0
+    done = run(script, *options, "--policies", "lru", "--out", tmp_path / "out")
+    assert done.exit_code == 2 and "'fifo' was not measured" in done.stderr
 
 
 def test_gap_lines_name_the_best_policy(script, trace_file, tmp_path):
