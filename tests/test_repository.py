@@ -51,7 +51,7 @@ def imports_of(path: Path) -> set[str]:
 def test_packages_import_only_what_the_project_declares():
     declared = requirement_names(PROJECT["dependencies"]) | requirement_names(
         requirement
-        for extra in ("cuda12", "cuda13", "serve")
+        for extra in ("cuda12", "cuda13", "lab", "serve")
         for requirement in PROJECT["optional-dependencies"][extra]
     )
     undeclared = {
