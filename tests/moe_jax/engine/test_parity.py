@@ -5,7 +5,16 @@ import pytest
 
 from moe_jax import MoE
 
-NAMES = ("mixtral", "mixtral_swa_tied", "mixtral_bf16_sharded", "mixtral_v5keys", "qwen3_moe", "olmoe")
+NAMES = (
+    "mixtral",
+    "mixtral_swa_tied",
+    "mixtral_bf16_sharded",
+    "mixtral_v5keys",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+    "dbrx",
+)
 TOLERANCE = 1e-4  # logits have a standard deviation of about 2.5
 CONFIG = {
     "transport": "device",

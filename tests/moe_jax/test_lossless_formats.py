@@ -1,0 +1,52 @@
+"""Families whose experts are of another kind or format: offloaded runs equal resident ones to the bit."""
+
+import numpy as np
+import pytest
+
+from moe_jax import MoE
+
+# Each name and transport costs four compilations; gpt_oss through `device` is in engine/test_parity.py.
+CASES = (
+    ("gpt_oss", ("callback",)),
+    ("gpt_oss_mxfp4", ("device", "callback")),
+    ("dbrx", ("device", "callback")),
+)
+POLICY = {"device": "lru", "callback": "lfu"}
+TOLERANCE = 1e-4
+CONFIG = {
+    "dtype": "float32",
+    "progress": False,
+    "max_batch": 1,
+    "max_sequence_length": 64,
+    "page_size": 16,
+    "decode_chunk": 4,
+}
+NEW_TOKENS = 6
+
+
+def run(directory, prompt, **config):
+    """(logits of the prompt, prompt and generated ids, stats)."""
+    with MoE(directory, CONFIG | config) as moe:
+        logits = moe.forward(prompt)
+        ids = moe.generate(prompt, max_new_tokens=NEW_TOKENS, eos_token_id=[])
+        stats = moe.stats()
+        if config["transport"] != "resident":
+            moe.verify_slots()
+    return logits, ids, stats
+
+
+@pytest.mark.parametrize(("name", "transports"), CASES, ids=[name for name, _ in CASES])
+def test_a_quarter_of_the_experts_in_slots_changes_no_bit(name, transports, tiny, expected):
+    want = expected(name)
+    prompt = want["input_ids"]
+    logits, ids, stats = run(tiny(name), prompt, transport="resident")
+    np.testing.assert_array_equal(ids[0, prompt.shape[1] :], want["gen_ids"].ravel()[:NEW_TOKENS])
+    assert stats["last"]["decode"]["misses"] == 0
+    assert np.abs(logits - want["logits"]).max() <= TOLERANCE
+    for transport in transports:
+        config = {"transport": transport, "policy": POLICY[transport], "cache_rate": 0.25}
+        other, same, stats = run(tiny(name), prompt, **config)
+        assert other.tobytes() == logits.tobytes(), f"{transport}: prompt logits differ"
+        np.testing.assert_array_equal(same, ids, err_msg=transport)
+        assert stats["last"]["decode"]["misses"] > 0, "this is about offloaded experts"
+        assert set(stats["kernel"]) == {f"{transport}/xla"}
