@@ -144,6 +144,15 @@ class PagedKV:
         }
         return replace(self, pages=(*self.pages[:layer], new, *self.pages[layer + 1 :]))
 
+    def settled(self, layer: int) -> "PagedKV":
+        """The same cache, with the pages of `layer` (static) kept whole between what wrote and what reads them.
+
+        XLA may fuse a write of one token into the gather that follows, which then reads the old pool while the write
+        updates it: it copies the pool, twice (seen on CPU with latents; the optimised HLO of keys and values has none).
+        """
+        pools = jax.lax.optimization_barrier(self.pages[layer])
+        return replace(self, pages=(*self.pages[:layer], pools, *self.pages[layer + 1 :]))
+
     def gather(self, layer: int, name: str, page_numbers: Array | None = None) -> Array:
         """The tensor `name` of `layer` in sequence order, [B, pages * P, *shape].
 

@@ -163,6 +163,7 @@ class LatentAttention(nnx.Module):
             q_nope, q_rope, latent, k_rope = self._project(x, call)
         with jax.named_scope("kv_write"):
             kv = kv.write(self.layer, {"latent": latent, "k_rope": k_rope}, call.positions, call.live)
+            kv = kv.settled(self.layer)
         with jax.named_scope("attention"):
             if call.implementation not in ("xla", "cudnn"):
                 raise ValueError(f'attention implementation {call.implementation!r}: must be "xla" or "cudnn"')
