@@ -15,6 +15,7 @@ from host_offload.store import RowSpec
 from host_offload.transport import TRANSPORTS, CallbackTransport, GraphTransport, ResidentTransport
 from host_offload.transport.base import StateLost, combine_decode, combine_prefill, event_need, event_scores
 from host_offload.transport.host_calls import HostCalls, NumpyMover, RoundMoves
+from pallas_kernels.expert_ffn import ExpertSpec
 
 L, E, D, F = 2, 4, 4, 3
 SPEC = RowSpec(L=L, E=E, tensors={"gate_up": ((2 * F, D), np.dtype("float32")), "down": ((D, F), np.dtype("float32"))})
@@ -36,9 +37,9 @@ def budget(slots=4, scope="layer"):
     return resolve_slots(L=L, E=E, row_bytes=SPEC.row_bytes, expert_slots=slots, scope=scope)
 
 
-def make(kind, pool, policy=None, slots=4, **options):
+def make(kind, pool, policy=None, slots=4, spec=SPEC, **options):
     options = {"forced_admit": False, "max_pairs": 2, "implementation": "xla"} | options
-    return TRANSPORTS[kind](SPEC, pool, budget(slots), policy or LRU(), **options)
+    return TRANSPORTS[kind](spec, pool, budget(slots), policy or LRU(), **options)
 
 
 # ---------------------------------------------------------------------------------------------- pieces of an event
@@ -295,4 +296,21 @@ def test_graph_transports_name_their_code_path(pool):
     assert make("device", pool).kernel == "device/xla"
     assert make("device", pool, implementation="pallas").kernel == "device/pallas-triton"
     assert make("resident", None, implementation="interpret").kernel == "resident/pallas-interpret"
+
+
+def test_experts_without_a_kernel_say_so_and_rows_must_fit_them(pool):
+    """The path of the expert products and the reason; slot plans stay kernels. Rows of other tensors are an error."""
+    dense, packed = ExpertSpec(), ExpertSpec(gate_up="mxfp4", down="mxfp4")
+    assert make("device", pool, implementation="pallas", experts=dense).kernel == "device/pallas-triton"
+    with pytest.raises(
+        ValueError, match="rows of gate_up, down: these experts need gate_up, gate_up_scale, down, down_scale"
+    ):
+        make("device", pool, experts=packed)
+    words = RowSpec(
+        {name: ((4, 4), np.uint32) for name in ("gate_up", "gate_up_scale", "down", "down_scale")}, L=2, E=4
+    )
+    transport = make("resident", None, implementation="pallas", experts=packed, spec=words)
+    assert transport.kernel == "resident/xla (no kernel reads mxfp4 rows)"
+    assert (transport.implementation, transport.ffn_implementation) == ("pallas", "xla")
+    assert make("resident", None, experts=packed, spec=words).kernel == "resident/xla"
     assert issubclass(ResidentTransport, GraphTransport) and not ResidentTransport.plans

@@ -21,7 +21,7 @@ import pytest
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton
 
-from pallas_kernels.expert_ffn import expert_ffn_decode, expert_ffn_round
+from pallas_kernels.expert_ffn import SILU, ExpertSpec, expert_ffn_decode, expert_ffn_round
 from pallas_kernels.router_topk import router_topk
 from pallas_kernels.slot_plan import slot_plan
 
@@ -121,29 +121,35 @@ def check_offsets(kernels):
             assert 32 not in operand.offset_bits or elements <= 2**31, f"{name}: operand {i} {operand.shape} wraps"
 
 
-def row_arrays(shape, rows, dtype):
-    return {
+def row_arrays(shape, rows, dtype, spec=SILU):
+    tensors = {
         "gate_up": arrays(rows, 2 * shape.F, shape.D, dtype=dtype),
         "down": arrays(rows, shape.D, shape.F, dtype=dtype),
     }
+    if spec.biases:
+        tensors["gate_up_bias"] = arrays(rows, 2 * shape.F, dtype=dtype)
+        tensors["down_bias"] = arrays(rows, shape.D, dtype=dtype)
+    return tensors
 
 
-def decode_kernels(shape, B, rows, *, row_dtype=jnp.bfloat16, compute=jnp.bfloat16, offload=True, between=None):
+def decode_kernels(
+    shape, B, rows, *, row_dtype=jnp.bfloat16, compute=jnp.bfloat16, offload=True, between=None, spec=SILU
+):
     distinct = min(shape.E, B * shape.K)
     entry = arrays(distinct)
     return lower(
-        functools.partial(expert_ffn_decode, distinct=distinct, between=between, implementation="pallas"),
+        functools.partial(expert_ffn_decode, distinct=distinct, between=between, spec=spec, implementation="pallas"),
         arrays(B, shape.D, dtype=compute),
         entry,
         entry,
         entry,
         arrays(1),
-        row_arrays(shape, rows, row_dtype),
-        row_arrays(shape, shape.E, row_dtype) if offload else None,
+        row_arrays(shape, rows, row_dtype, spec),
+        row_arrays(shape, shape.E, row_dtype, spec) if offload else None,
     )
 
 
-def round_kernels(shape, T, block_rows, rows, *, row_dtype=jnp.bfloat16, compute=jnp.bfloat16):
+def round_kernels(shape, T, block_rows, rows, *, row_dtype=jnp.bfloat16, compute=jnp.bfloat16, spec=SILU):
     pairs = T * shape.K
     blocks = -(-pairs // block_rows) + min(shape.E, pairs)
     layout = {
@@ -152,12 +158,12 @@ def round_kernels(shape, T, block_rows, rows, *, row_dtype=jnp.bfloat16, compute
         "block_row": arrays(blocks),
     }
     return lower(
-        functools.partial(expert_ffn_round, block_rows=block_rows, implementation="pallas"),
+        functools.partial(expert_ffn_round, block_rows=block_rows, spec=spec, implementation="pallas"),
         arrays(T, shape.D, dtype=compute),
         arrays(pairs, shape.D, dtype=compute),
         layout,
         arrays(2),
-        row_arrays(shape, rows, row_dtype),
+        row_arrays(shape, rows, row_dtype, spec),
     )
 
 
@@ -238,6 +244,37 @@ def test_prefill_with_mixed_dtypes(row_dtype, compute):
     kernels = round_kernels(MODELS["olmoe"], 64, 16, 264, row_dtype=jnp.dtype(row_dtype), compute=jnp.dtype(compute))
     assert len(kernels) == 2
     check_offsets(kernels)
+
+
+# Experts with biases and a clamped SwiGLU, in bf16; 2880 = 45 * 64 leaves tiles of 64 columns.
+GPT_OSS = {"gpt-oss-20b": Shape(D=2880, F=2880, E=32, K=4, L=24), "gpt-oss-120b": Shape(2880, 2880, 128, 4, 36)}
+GPT_OSS_EXPERTS = ExpertSpec(activation="clamped_swiglu", alpha=1.702, limit=7.0, biases=True)
+
+
+@pytest.mark.parametrize("B", [1, 16])
+@pytest.mark.parametrize("model", GPT_OSS)
+def test_decode_of_gpt_oss_experts(model, B):
+    shape = GPT_OSS[model]
+    rows = shape.L * shape.E // 4
+    kernels = decode_kernels(shape, B, rows, spec=GPT_OSS_EXPERTS)
+    assert [name for name, _ in kernels] == ["expert_ffn_gate_up", "expert_ffn_down"]
+    check_offsets(kernels)
+    for (_, operands), (width, size) in zip(kernels, ((2 * shape.F, shape.D), (shape.D, shape.F)), strict=True):
+        # Weights and bias are each read from bank and pool, and deposited.
+        assert len(bank_of(operands, (rows, width, size))) == len(bank_of(operands, (rows, width))) == 2
+        assert len(bank_of(operands, (shape.E, width, size))) == len(bank_of(operands, (shape.E, width))) == 1
+    assert len(decode_kernels(shape, B, rows, offload=False, spec=GPT_OSS_EXPERTS)) == 2
+
+
+@pytest.mark.parametrize("model", GPT_OSS)
+def test_prefill_of_gpt_oss_experts(model):
+    shape = GPT_OSS[model]
+    rows = shape.L * shape.E // 4
+    kernels = round_kernels(shape, 8192, 128, rows, spec=GPT_OSS_EXPERTS)
+    assert [name for name, _ in kernels] == ["expert_ffn_grouped_gate_up", "expert_ffn_grouped_down"]
+    check_offsets(kernels)
+    for (_, operands), width in zip(kernels, (2 * shape.F, shape.D), strict=True):
+        assert len(bank_of(operands, (rows, width))) == 1
 
 
 @pytest.mark.parametrize("T", [1, 8192])

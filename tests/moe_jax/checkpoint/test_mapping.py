@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from host_offload.parts import Part
+from host_offload.parts import Part, even_columns, odd_columns, transposed
 from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule, map_checkpoint
 from moe_jax.checkpoint.reader import Checkpoint
 from moe_jax.errors import CheckpointError
@@ -269,3 +269,46 @@ def test_random_tables(tmp_path_factory, case, data):
         attempt(tensors | {"x" + victim: tensors[victim]})
     with pytest.raises(CheckpointError, match=rf"{path}: has shape"):
         attempt(tensors | {victim: np.ones((7, 1), np.float32)})
+
+
+# ---------------------------------------------------------------------------------- experts in other layouts
+
+OTHER = [
+    ExpertRule(r"(\d+)\.w1", "gate_up", part=(0, 2), stacked="rows"),
+    ExpertRule(r"(\d+)\.v1", "gate_up", part=(1, 2), stacked="rows"),
+    ExpertRule(r"(\d+)\.w2", "down", stacked="rows", views=(transposed,)),
+    ExpertRule(r"(\d+)\.mixed", "gate_up", stacked=True, views=(even_columns, odd_columns)),
+]
+
+
+def test_rows_of_all_experts_in_one_tensor(mapped):
+    tensors = {f"{layer}.{name}": ones(E * F, D) for layer in MOE_LAYERS for name in ("w1", "v1", "w2")}
+    found = mapped(tensors, OTHER, targets={})
+    rows = slice(F, 2 * F)
+    assert found.expert_sources["gate_up"][1][1] == (Part("3.w1", rows), Part("3.v1", rows))
+    assert found.expert_sources["down"][0][0] == (Part("1.w2", slice(0, F), transposed),)
+
+
+def test_several_views_of_one_tensor(mapped):
+    tensors = {f"{layer}.{name}": ones(E * F, D) for layer in MOE_LAYERS for name in ("w2",)}
+    tensors |= {f"{layer}.mixed": ones(E, D, 2 * F) for layer in MOE_LAYERS}
+    found = mapped(tensors, OTHER, targets={})
+    assert found.expert_sources["gate_up"][0][1] == (Part("1.mixed", 1, even_columns), Part("1.mixed", 1, odd_columns))
+
+
+def test_what_does_not_fit_a_layout_is_listed(refused):
+    tensors = {f"{layer}.w2": ones(E * F, D) for layer in MOE_LAYERS}
+    tensors |= {"1.mixed": ones(E, D, 2 * F), "3.mixed": ones(E, D, 2 * F + 1)}
+    message = refused(tensors, OTHER, targets={})
+    assert f"3.mixed is float32 [{D}, {2 * F + 1}]: must hold gate and up in turn" in message
+    tensors |= {"3.mixed": ones(E, D, 2 * F), "3.w2": ones(E * F + 1, D)}
+    assert f"[{E * F + 1}, {D}] where the first axis must divide by the {E} experts: 3.w2" in refused(
+        tensors, OTHER, targets={}
+    )
+
+
+def test_rules_with_impossible_layouts():
+    with pytest.raises(ValueError, match="stacked must be False, True or 'rows'"):
+        ExpertRule(r"(\d+)\.w", "down", stacked="columns")
+    with pytest.raises(ValueError, match="views must not be empty"):
+        ExpertRule(r"(\d+)\.w", "down", stacked=True, views=())
