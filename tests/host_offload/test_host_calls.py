@@ -290,10 +290,11 @@ def cuda_module():
 class Device:
     """A `CudaMover` on a runtime of its own, XLA's stream, and banks."""
 
-    def __init__(self, module, rows):
+    def __init__(self, module, rows, early=1):
+        self.early = early
         self.cuda = module.cudart = PlayedCuda()
         self.pool = FakePool()
-        self.mover = module.CudaMover(self.pool)
+        self.mover = module.CudaMover(self.pool, early)
         self.calls, self.moves = HostCalls(self.mover), RoundMoves(self.mover)
         self.stream = Timeline()
         self.ctx = SimpleNamespace(stream=self.stream)
@@ -320,15 +321,15 @@ class Device:
         return computes
 
     def decode(self, layer, rows, missing):
-        """A decode event of the callback transport: gate and up run while the tensors after the first still move."""
+        """A decode event of the callback transport: gate and up run while the tensors after the early ones move."""
         ids = DeviceBuffer(np.zeros(1, np.int32))
         self.mover.fetch(self.ctx, layer, {"ids": ids}, lambda: None)
         if missing:
             self.mover.move(self.ctx, self.banks, layer, [(e, rows[e]) for e in missing])
-        first, *others = SPEC.tensors
-        self.compute(layer, rows, [first])
+        names = list(SPEC.tensors)
+        self.compute(layer, rows, names[: self.early])
         self.mover.wait_rest(self.ctx)
-        self.compute(layer, rows, others)
+        self.compute(layer, rows, names[self.early :])
 
     def moved(self):
         """[L, E] how often each expert's row tensors were copied from the pool."""
@@ -412,6 +413,14 @@ def test_no_copy_can_meet_a_compute_that_reads_its_row(cuda_module, history):
         apply(np, plan, slot_of, owner)
         for row in np.flatnonzero(owner >= 0):
             assert holds(device.arrays, row, *divmod(int(owner[row]), E))
+
+
+@pytest.mark.parametrize("early", range(1, len(SPEC.tensors) + 1))
+def test_early_row_tensors_of_a_decode_event_are_there_before_gate_and_up(cuda_module, early):
+    device = Device(cuda_module, 4, early)
+    device.decode(1, {2: 0, 4: 3}, [2, 4])
+    assert device.moved()[1, [2, 4]].tolist() == [1, 1]
+    assert device.cuda.none_under_way(device.stream)
 
 
 def test_moves_overlap_the_compute_before_their_round(cuda_module):

@@ -35,6 +35,19 @@ def reference(q, k, v, start, window):
     return out
 
 
+def with_sinks(q, k, v, start, window, sinks):
+    """As `reference`, each head with a further key of score `sinks[n]` and no value."""
+    out = reference(q, k, v, start, window)
+    for t in range(q.shape[0]):
+        p = start + t
+        first = 0 if window is None else max(0, p - window + 1)
+        for n in range(q.shape[1]):
+            scores = k[first : p + 1, n // (q.shape[1] // k.shape[1])].astype(np.float64) @ q[t, n] * SCALE
+            total = np.exp(scores).sum()
+            out[t, n] *= total / (total + np.exp(float(sinks[n])))
+    return out
+
+
 def filled_cache(lengths, pages, seed=0, garbage=0.0):
     """(kv, keys [B, S, G, H], values): sequences of `lengths` tokens in shuffled pages, `garbage` everywhere else."""
     rng = np.random.default_rng(seed)
@@ -146,3 +159,43 @@ def test_unknown_implementation_is_an_error():
         attention(jnp.zeros((1, 1, 16)), kv, call)
     out, after = attention(jnp.ones((1, 1, 16)), kv, replace(call, implementation="xla", cos=half + 1))
     assert out.shape == (1, 1, 16) and np.any(np.asarray(after.pages[0]["k"]) != np.asarray(kv.pages[0]["k"]))
+
+
+@pytest.mark.parametrize("max_scores", (1 << 26, 1), ids=("whole", "blocks"))
+@pytest.mark.parametrize("window", (None, 5))
+def test_sinks_take_their_share_of_the_softmax(window, max_scores):
+    lengths, T = [40, 33], 20
+    kv, keys, values = filled_cache(lengths, pages=10, garbage=np.nan)
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((2, T, N, H)).astype(np.float32)
+    sinks = np.array([-30.0, 0.0, 1.0, 50.0], np.float32)  # nothing, two shares, all of it
+    positions = np.stack([np.arange(n - T, n) for n in lengths]).astype(np.int32)
+    out = paged_attention(
+        jnp.asarray(q),
+        kv,
+        0,
+        jnp.asarray(positions),
+        window=window,
+        scale=SCALE,
+        sinks=jnp.asarray(sinks),
+        max_scores=max_scores,
+    )
+    for b, length in enumerate(lengths):
+        wanted = with_sinks(q[b], keys[b, :length], values[b, :length], length - T, window, sinks)
+        np.testing.assert_allclose(out[b], wanted, atol=1e-5)
+    assert np.abs(out[:, :, 3]).max() < 1e-12
+
+
+def test_fused_attention_is_not_chosen_for_sinks():
+    choice = dict(platform="gpu", dtype="bfloat16", tokens=16, from_zero=True, head_dim=64)
+    assert choose_implementation(**choice) == "cudnn"
+    assert choose_implementation(**choice, sinks=True) == "xla"
+    layer = GroupedQueryAttention(
+        16, N, G, H, jnp.float32, layer=0, window=None, bias=True, sinks=True, std=0.1, rngs=nnx.Rngs(0)
+    )
+    assert layer.sinks.shape == (N,) and layer.qkv.bias.shape == ((N + 2 * G) * H,) and layer.out.bias.shape == (16,)
+    kv, _, _ = filled_cache([8], pages=2)
+    positions = jnp.arange(4, dtype=jnp.int32)[None]
+    call = AttentionCall(positions, jnp.ones((1, 4), bool), None, None, "cudnn")
+    with pytest.raises(ValueError, match="knows no sinks"):
+        layer(jnp.zeros((1, 4, 16)), kv, call)
