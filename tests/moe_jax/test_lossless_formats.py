@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from moe_jax import MoE
+from moe_jax.engine.loading import CacheBuilder
 
 # Each name and transport costs four compilations; gpt_oss through `device` is in engine/test_parity.py.
 CASES = (
@@ -50,3 +51,27 @@ def test_a_quarter_of_the_experts_in_slots_changes_no_bit(name, transports, tiny
         np.testing.assert_array_equal(same, ids, err_msg=transport)
         assert stats["last"]["decode"]["misses"] > 0, "this is about offloaded experts"
         assert set(stats["kernel"]) == {f"{transport}/xla"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("gpt_oss", "pallas-interpret"), ("gpt_oss_mxfp4", "xla (no kernel reads mxfp4 rows)")],
+    ids=["gpt_oss", "gpt_oss_mxfp4"],
+)
+def test_a_gpus_code_path_in_the_interpreter(name, kernel, tiny, expected, monkeypatch):
+    """Slot plans are kernels for every format; experts that the kernels do not serve say so in stats."""
+    original = CacheBuilder.__init__
+
+    def interpreted(self, *args):
+        original(self, *args)
+        self.implementation = "interpret"
+
+    monkeypatch.setattr(CacheBuilder, "__init__", interpreted)
+    want = expected(name)
+    with MoE(tiny(name), CONFIG | {"transport": "device", "cache_rate": 0.25}) as moe:
+        ids = moe.generate(want["input_ids"], max_new_tokens=4, eos_token_id=[])
+        np.testing.assert_array_equal(ids[0, want["input_ids"].shape[1] :], want["gen_ids"].ravel()[:4])
+        stats = moe.stats()
+        assert set(stats["kernel"]) == {f"device/{kernel}"}
+        assert stats["last"]["decode"]["misses"] > 0
+        moe.verify_slots()
