@@ -357,6 +357,8 @@ def bundled_trace() -> Trace:
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Calls `write(file)` with a file that becomes `path` only when all of it is on the disk."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: the directory {path.parent} does not exist: create it first")
     # A temporary file beside the target, so that the rename cannot cross file systems.
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:

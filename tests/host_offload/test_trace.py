@@ -404,3 +404,9 @@ def test_bundled_trace():
     assert alike[same].mean() > alike[~same & ~np.eye(44, dtype=bool)].mean() + 0.1
     # Ids and weights only: nothing from which text could be read.
     assert set(trace.arrays()) == {"experts", "weights", "phase", "request", "step"}
+
+
+def test_saving_into_a_missing_directory_names_it(tmp_path):
+    trace = concatenate([bundled_trace()])
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist: create it"):
+        trace.save(tmp_path / "nowhere" / "trace.npz")
