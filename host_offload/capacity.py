@@ -166,7 +166,8 @@ def _check_quotas(quotas, L, E, scope):
         raise ValueError("expert_slots: a list of quotas needs scope 'layer'; give one number for scope 'global'")
     if len(quotas) != L:
         raise ValueError(
-            f"expert_slots: {len(quotas)} quotas for {L} MoE layers: give one number a MoE layer, or their total as one integer"
+            f"expert_slots: {len(quotas)} quotas for {L} MoE layers: give one number a MoE layer, or one integer, "
+            "the total"
         )
     for layer, quota in enumerate(quotas):
         _check_int(f"expert_slots[{layer}]", quota, 1)
