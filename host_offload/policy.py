@@ -15,6 +15,7 @@ import os
 
 import numpy as np
 
+from host_offload.registry import find
 from host_offload.trace import Trace
 
 
@@ -135,21 +136,7 @@ def get_policy(policy, **parameters):
     Raises ValueError for an unknown name (with the nearest known ones) and TypeError for other objects, or for
     `parameters` given beside a finished instance.
     """
-    if isinstance(policy, str):
-        if policy not in _REGISTRY:
-            near = difflib.get_close_matches(policy.lower(), _REGISTRY, n=2, cutoff=0.5)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise ValueError(f"policy: unknown name {policy!r}.{hint} Known policies: {', '.join(list_policies())}")
-        policy = _REGISTRY[policy]
-    if isinstance(policy, type) and issubclass(policy, Policy):
-        return policy(**parameters)
-    if not isinstance(policy, Policy):
-        raise TypeError(f"policy: expected a name, a Policy subclass or instance, got {policy!r}")
-    if parameters:
-        raise TypeError(
-            f"policy {policy.name!r} is already built; parameters {sorted(parameters)} would have no effect"
-        )
-    return policy
+    return find("policy", "policies", Policy, _REGISTRY, policy, parameters)
 
 
 def list_policies():

@@ -11,9 +11,10 @@ the most bytes it may have moved at one event (None: no cap of its own).
 """
 
 import abc
-import difflib
 
 import numpy as np
+
+from host_offload.registry import find
 
 
 class Predictor(abc.ABC):
@@ -138,21 +139,7 @@ def get_predictor(predictor, **parameters):
     """
     import host_offload.predictors  # noqa: F401  registers the built-in ones; they import this module
 
-    if isinstance(predictor, str):
-        if predictor not in _REGISTRY:
-            near = difflib.get_close_matches(predictor.lower(), _REGISTRY, n=2, cutoff=0.5)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise ValueError(f"predictor: unknown name {predictor!r}.{hint} Known: {', '.join(sorted(_REGISTRY))}")
-        predictor = _REGISTRY[predictor]
-    if isinstance(predictor, type) and issubclass(predictor, Predictor):
-        return predictor(**parameters)
-    if not isinstance(predictor, Predictor):
-        raise TypeError(f"predictor: expected a name, a Predictor subclass or instance, got {predictor!r}")
-    if parameters:
-        raise TypeError(
-            f"predictor {predictor.name!r} is already built; parameters {sorted(parameters)} would have no effect"
-        )
-    return predictor
+    return find("predictor", "predictors", Predictor, _REGISTRY, predictor, parameters)
 
 
 def list_predictors():

@@ -8,6 +8,8 @@ Features x are what is known when a layer has routed, targets y [E] the 0/1 set 
 no link function is needed.
 """
 
+import abc
+
 import numpy as np
 
 from host_offload.policy import set_row
@@ -32,13 +34,13 @@ class _Linear(Predictor):
         self.ridge = float(ridge)
         self._weights = None
 
+    @abc.abstractmethod
     def _sources(self, trace):
         """Yields [T, L, E] float64, the source features of each request."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _source(self, xp, need, scores):
         """The same for one event: float32 [E]."""
-        raise NotImplementedError
 
     def fit(self, traces):
         traces = list(traces)

@@ -95,7 +95,8 @@ class CudaMover:
     STREAMS = 2
 
     def __init__(self, pool, early=1):
-        self._pool, self._early = pool, early
+        self._pool = pool  # kept alive: copies read its slabs by address
+        self._early = early
         self._nbytes = {name: pool.spec.nbytes(name) for name in pool.spec.tensors}
         self._host = [{name: slab.unsafe_buffer_pointer() for name, slab in layer.items()} for layer in pool.slabs]
         self._staging = Staging()

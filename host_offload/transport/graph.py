@@ -88,9 +88,11 @@ class GraphTransport(Transport):
 
         def experts(layer, x, ids, weights, scores, live, token_ids, state):
             del token_ids
-            step = self._prefill if prefill else self._decode
-            more = {"block_rows": block_rows} if prefill else {}
-            y, new = step(layer, x, ids, weights, scores, live, state, pool[layer] if pool else None, control, **more)
+            if prefill:  # its rows are moved by the copy engine, see `_on_schedule`
+                y, new = self._prefill(layer, x, ids, weights, scores, live, state, control, block_rows)
+            else:
+                rows = pool[layer] if pool else None
+                y, new = self._decode(layer, x, ids, weights, scores, live, state, rows, control)
             return y, record(new, ids, weights, scores)
 
         return experts
@@ -207,8 +209,7 @@ class GraphTransport(Transport):
             out = combine_decode(y, entry.reshape(ids.shape), weights, live)
         return out, replace(state, banks=banks)
 
-    def _prefill(self, layer, x, ids, weights, scores, live, state, pool, control, *, block_rows):
-        del pool  # rows of a prefill are moved by the copy engine, see `_on_schedule`
+    def _prefill(self, layer, x, ids, weights, scores, live, state, control, block_rows):
         E = self.spec.E
         need = event_need(ids, live, E)
         t, state = self._observe(layer, need, scores, live, state)

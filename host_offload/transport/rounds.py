@@ -1,7 +1,5 @@
 """The compute of a prefill event, round by round (`schedule.py`): traced into the step, the same for all transports."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 
@@ -53,5 +51,5 @@ def serve_rounds(transport, layer, x, ids, weights, live, order, state, moves, c
         else:
             # Bounded here too: a host call that failed may have left anything in its tables, and the program must end.
             rounds = jnp.minimum(order.rounds.reshape(()), max_rounds(E, transport.group))
-            y, state = jax.lax.fori_loop(0, rounds, compute, (y, replace(state)))
+            y, state = jax.lax.fori_loop(0, rounds, compute, (y, state))
         return combine_prefill(y, weights, live), state
