@@ -7,6 +7,7 @@ from each prompt; then prompt and answer go through it once more in one pass wit
 small models.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -63,7 +64,7 @@ def make_pass(parts):
 
         T = tokens.shape[1]
         kv = PagedKV.create(cfg.cache_layout(), 2, max(8, 1 << (T - 1).bit_length()), 1, 1, parts.dtype)
-        kv = PagedKV(kv.pages, kv.states, jnp.ones((1, 1), jnp.int32), kv.lengths)
+        kv = replace(kv, page_table=jnp.ones((1, 1), jnp.int32))
         model(tokens, jnp.arange(T)[None], jnp.ones((1, T), bool), kv, experts, jnp.int32(0))
         ids, weights = (jnp.stack(part, axis=1) for part in zip(*chosen, strict=True))
         told = {}

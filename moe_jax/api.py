@@ -115,7 +115,7 @@ class MoE:
         memory = device_bytes()
         self.max_sequence_length, pages = kv_plan(parts.cfg, parts.dtype, config, memory)
         dense = sum(leaf.nbytes for leaf in _leaves(parts.params))
-        kv = pages * config.page_size * parts.cfg.kv_bytes_per_token(parts.dtype)
+        kv = pages * parts.cfg.kv_page_bytes(config.page_size, parts.dtype)
         states = power_of_two(config.max_batch) * parts.cfg.state_bytes(parts.dtype)
         spec = parts.spec
         kind, why = choose_transport(config, memory, spec.L * spec.E * spec.row_bytes)

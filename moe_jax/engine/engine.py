@@ -335,7 +335,8 @@ class Run:
             table[row, :count] = self._pages[at : at + count]
             at += count
         states = create_states(engine.cfg.cache_layout(), self.rows, engine.dtype)
-        return PagedKV(engine._kv, states, *jax.device_put((table, np.zeros(self.rows, np.int32))))
+        tables = jax.device_put((table, np.zeros(self.rows, np.int32)))
+        return PagedKV(engine._kv, states, *tables, engine.page_size)
 
     def _keep(self, loop):
         """Books the state of a call before anything is waited for: an interrupt must not lose donated buffers."""

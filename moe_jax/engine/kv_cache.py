@@ -33,15 +33,33 @@ class LayerCache:
 
     paged: name -> shape of what it stores for every token, such as {"k": (G, H), "v": (G, H)}.
     states: name -> what it stores once a sequence, however long; all zero before the first token.
+    every: tokens that one entry of `paged` stands for, a power of two; more than 1 where tokens are compressed.
     """
 
     paged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     states: Mapping[str, StateTensor] = field(default_factory=dict)
+    every: int = 1
+
+    def page_entries(self, page_size: int) -> int:
+        """Entries of this layer in a page of `page_size` tokens: an entry lies in the page of its first token.
+
+        Entries of more tokens than a page get a place in each page all the same, of which they use the first.
+        """
+        return max(1, page_size // self.every)
 
 
 def token_bytes(layout: Sequence[LayerCache], dtype) -> int:
-    """Bytes that one token takes in the pages of all layers."""
-    return sum(math.prod(shape) for layer in layout for shape in layer.paged.values()) * jnp.dtype(dtype).itemsize
+    """Bytes that one token adds to the pages of all layers in the long run, rounded up."""
+    numbers = sum(math.prod(shape) / layer.every for layer in layout for shape in layer.paged.values())
+    return math.ceil(numbers * jnp.dtype(dtype).itemsize)
+
+
+def page_bytes(layout: Sequence[LayerCache], page_size: int, dtype) -> int:
+    """Bytes of one page of `page_size` tokens over all layers."""
+    numbers = sum(
+        math.prod(shape) * layer.page_entries(page_size) for layer in layout for shape in layer.paged.values()
+    )
+    return numbers * jnp.dtype(dtype).itemsize
 
 
 def state_bytes(layout: Sequence[LayerCache], dtype) -> int:
@@ -58,21 +76,28 @@ def create_states(layout: Sequence[LayerCache], batch: int, dtype) -> tuple[dict
     )
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["pages", "states", "page_table", "lengths"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pages", "states", "page_table", "lengths"],
+    meta_fields=["page_size"],
+)
 @dataclass(frozen=True)
 class PagedKV:
     """What B sequences keep of their past: tensors of every token, in pages of P tokens, and states.
 
-    Token s of sequence b lies in page `page_table[b, s // P]` at offset `s % P`. Page 0 belongs to nobody: unused
-    entries of the table point to it and dead positions write to it, so its content is never meaningful. States belong
-    to the rows of the batch, and a layer must leave the state of a row alone where the row has no live token.
+    Token s of sequence b lies in page `page_table[b, s // P]` at offset `s % P`; where a layer stores an entry for
+    every m tokens, that is the page of the entry's first token and a page has P / m places (at least one). Page 0
+    belongs to nobody: unused entries of the table point to it and dead positions write to it, so its content is never
+    meaningful. States belong to the rows of the batch, and a layer must leave the state of a row alone where the row
+    has no live token.
     All methods are pure; donate the old value at the jit boundary and pages and states are updated in place.
     """
 
-    pages: tuple[dict[str, Array], ...]  # a layer: name -> [num_pages, P, *shape]
+    pages: tuple[dict[str, Array], ...]  # a layer: name -> [num_pages, page_entries, *shape]
     states: tuple[dict[str, Array], ...]  # a layer: name -> [B, *shape]
     page_table: Array  # [B, pages] int32
     lengths: Array  # [B] int32, tokens stored
+    page_size: int  # P, tokens a page (static)
 
     @classmethod
     def create(
@@ -86,8 +111,8 @@ class PagedKV:
     ) -> "PagedKV":
         """Empty cache of zeros on the default device; page 0 is counted in `num_pages`.
 
-        Raises ValueError if a size is below its minimum (two pages: the trash page and one to use) or if no layer
-        stores anything a token.
+        Raises ValueError if a size is below its minimum (two pages: the trash page and one to use), if no layer
+        stores anything a token, or if a layer's entries and the pages do not fit together.
         """
         for name, value, least in (
             ("num_pages", num_pages, 2),
@@ -99,20 +124,24 @@ class PagedKV:
                 raise ValueError(f"{name} = {value}: must be at least {least}")
         if not any(layer.paged for layer in layout):
             raise ValueError(f"layout = {layout}: no layer stores anything in pages; at least one must")
+        for every in {layer.every for layer in layout if layer.paged}:
+            if every < 1 or (page_size % every and every % page_size):
+                raise ValueError(
+                    f"an entry for every {every} tokens: must divide page_size = {page_size} or be divided"
+                )
         return cls(
             pages=tuple(
-                {name: jnp.zeros((num_pages, page_size, *shape), dtype) for name, shape in layer.paged.items()}
+                {
+                    name: jnp.zeros((num_pages, layer.page_entries(page_size), *shape), dtype)
+                    for name, shape in layer.paged.items()
+                }
                 for layer in layout
             ),
             states=create_states(layout, batch, dtype),
             page_table=jnp.zeros((batch, pages_per_sequence), jnp.int32),
             lengths=jnp.zeros((batch,), jnp.int32),
+            page_size=page_size,
         )
-
-    @property
-    def page_size(self) -> int:
-        """P, tokens a page."""
-        return next(pool.shape[1] for layer in self.pages for pool in layer.values())
 
     @property
     def bytes(self) -> int:
@@ -126,20 +155,21 @@ class PagedKV:
     def write(self, layer: int, tensors: Mapping[str, Array], positions: Array, live: Array) -> "PagedKV":
         """Store what `layer` (static) keeps of new tokens where live [B, T]; the rest is discarded.
 
-        tensors: name -> [B, T, *shape], all names of the layer; positions: [B, T] int32.
-        The caller promises that the page table covers every live position.
+        tensors: name -> [B, T, *shape], all names of the layer; positions: [B, T] int32, of each token, or of the first
+        token of each entry. The caller promises that the page table covers every live position.
         """
         P = self.page_size
         last_page = self.page_table.shape[1] - 1
         page_number = jnp.clip(positions // P, 0, last_page)
         pages = jnp.take_along_axis(self.page_table, page_number, axis=1)  # [B, T]
         pages = jnp.where(live, pages, TRASH_PAGE)
-        offsets = positions % P
         pools = self.pages[layer]
         if tensors.keys() != pools.keys():
             raise ValueError(f"layer {layer} stores {sorted(pools)} for each token, not {sorted(tensors)}")
         new = {
-            name: pools[name].at[pages, offsets].set(value.astype(pools[name].dtype), mode="promise_in_bounds")
+            name: pools[name]
+            .at[pages, positions % P * pools[name].shape[1] // P]
+            .set(value.astype(pools[name].dtype), mode="promise_in_bounds")
             for name, value in tensors.items()
         }
         return replace(self, pages=(*self.pages[:layer], new, *self.pages[layer + 1 :]))
@@ -154,7 +184,7 @@ class PagedKV:
         return replace(self, pages=(*self.pages[:layer], pools, *self.pages[layer + 1 :]))
 
     def gather(self, layer: int, name: str, page_numbers: Array | None = None) -> Array:
-        """The tensor `name` of `layer` in sequence order, [B, pages * P, *shape].
+        """The tensor `name` of `layer` in sequence order, [B, pages * page_entries, *shape].
 
         `page_numbers` [B, n] selects columns of the page table (n pages a sequence) in place of all of them.
         Positions at or past `lengths` hold whatever the pages hold: mask them.
@@ -164,8 +194,8 @@ class PagedKV:
             table = jnp.take_along_axis(table, page_numbers, axis=1, mode="clip")
         B, n = table.shape
         pool = self.pages[layer][name]
-        _, P, *shape = pool.shape
-        return pool.at[table].get(mode="promise_in_bounds").reshape(B, n * P, *shape)
+        _, entries, *shape = pool.shape
+        return pool.at[table].get(mode="promise_in_bounds").reshape(B, n * entries, *shape)
 
     def with_states(self, layer: int, states: Mapping[str, Array]) -> "PagedKV":
         """The same cache with new states of `layer` (static): name -> [B, *shape], all names of the layer."""

@@ -99,9 +99,9 @@ def kv_plan(cfg, dtype, config: OffloadConfig, memory: int | None) -> tuple[int,
             f"max_sequence_length={longest}: the model was made for {cfg.max_position_embeddings} positions "
             "(max_position_embeddings); ask for at most that"
         )
-    per_token = cfg.kv_bytes_per_token(dtype)
     room = int(KV_SHARE * memory) if memory else CPU_KV_BYTES
-    tokens = min(config.max_batch * longest, max(longest, room // per_token))
+    fitting = room // cfg.kv_page_bytes(config.page_size, dtype) * config.page_size
+    tokens = min(config.max_batch * longest, max(longest, fitting))
     # A page more a sequence, as each one's last page is partly filled.
     return longest, -(-tokens // config.page_size) + config.max_batch + 1
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-from moe_jax.engine.kv_cache import LayerCache, state_bytes, token_bytes
+from moe_jax.engine.kv_cache import LayerCache, page_bytes, state_bytes, token_bytes
 from moe_jax.errors import CheckpointError
 from moe_jax.layers.rope import Yarn
 from pallas_kernels.expert_ffn import SILU, ExpertSpec
@@ -19,10 +19,27 @@ def bad_field(name: str, value: Any, remedy: str) -> CheckpointError:
     return CheckpointError(f"config.json: {name} = {value!r}: {remedy}")
 
 
-def read_rope(hf: Mapping[str, Any], default: float, types: tuple[str, ...]) -> tuple[float, Yarn | None]:
+def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of config.json as that of a text model: what `text_config` says, then what stands beside it.
+
+    Checkpoints with further modalities nest the language model's settings. A null in there counts as absent.
+    Raises CheckpointError if `text_config` is no object.
+    """
+    text = hf.get("text_config")
+    if text is None:
+        return dict(hf)
+    if not isinstance(text, Mapping):
+        raise bad_field("text_config", text, "must be an object with the settings of the language model")
+    return {**hf, **{name: value for name, value in text.items() if value is not None}}
+
+
+def read_rope(
+    hf: Mapping[str, Any], default: float, types: tuple[str, ...], partial: bool = False
+) -> tuple[float, Yarn | None]:
     """(base of the rotary embedding, its YaRN extension or None).
 
     Settings come from `rope_parameters`, else `rope_scaling`; the base from there, else top level, else `default`.
+    `partial`: the family reads `partial_rotary_factor` itself; else only 1 is allowed.
     Raises CheckpointError for a rope type that is not among `types` and for bad values.
     """
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
@@ -33,7 +50,7 @@ def read_rope(hf: Mapping[str, Any], default: float, types: tuple[str, ...]) -> 
     if kind not in types:
         raise bad_field(f"{name}.rope_type", kind, f"this family supports only {' and '.join(map(repr, types))}")
     partial_factor = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if partial_factor not in (None, 1, 1.0):
+    if not partial and partial_factor not in (None, 1, 1.0):
         raise bad_field("partial_rotary_factor", partial_factor, "this family rotates whole heads (1.0)")
     theta = rope.get("rope_theta", hf.get("rope_theta", default))
     if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 1:
@@ -78,6 +95,7 @@ class DecoderConfig:
     }
     DEFAULT_THETA: ClassVar[float] = 1e4
     ROPE_TYPES: ClassVar[tuple[str, ...]] = ("default",)
+    PARTIAL_ROTARY: ClassVar[bool] = False
 
     vocab_size: int
     hidden_size: int
@@ -104,7 +122,7 @@ class DecoderConfig:
         for name, allowed in cls.SUPPORTED.items():
             if name in hf and hf[name] not in allowed:
                 raise bad_field(name, hf[name], f"not supported by this family; must be {allowed[0]!r} or absent")
-        theta, yarn = read_rope(hf, cls.DEFAULT_THETA, cls.ROPE_TYPES)
+        theta, yarn = read_rope(hf, cls.DEFAULT_THETA, cls.ROPE_TYPES, cls.PARTIAL_ROTARY)
         values = {"rope_theta": theta, "yarn": yarn}
         for field in fields(cls):
             if field.name in values:
@@ -234,8 +252,12 @@ class DecoderConfig:
         return (LayerCache(paged={"k": head, "v": head}),) * self.num_hidden_layers
 
     def kv_bytes_per_token(self, dtype) -> int:
-        """Bytes that one token takes in the cache over all layers."""
+        """Bytes that one token takes in the cache over all layers, in the long run."""
         return token_bytes(self.cache_layout(), dtype)
+
+    def kv_page_bytes(self, page_size: int, dtype) -> int:
+        """Bytes of a page of `page_size` tokens over all layers."""
+        return page_bytes(self.cache_layout(), page_size, dtype)
 
     def state_bytes(self, dtype) -> int:
         """Bytes that a sequence takes in the cache however long it is: the states of recurrent layers."""

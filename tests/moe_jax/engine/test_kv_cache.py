@@ -15,6 +15,7 @@ from moe_jax.engine.kv_cache import (
     PageAllocator,
     PagedKV,
     StateTensor,
+    page_bytes,
     state_bytes,
     token_bytes,
 )
@@ -126,6 +127,30 @@ def test_layers_of_all_kinds_side_by_side():
     kv = kv.with_states(1, {"conv": jnp.ones((B, 3, 5)), "ssm": jnp.full((B, 5, 4), 1 / 3)})
     assert kv.states[1]["conv"].dtype == jnp.bfloat16 and kv.states[1]["ssm"].dtype == jnp.float32
     assert kv.states[1]["ssm"][0, 0, 0] == np.float32(1 / 3)
+
+
+@pytest.mark.parametrize(("every", "P"), ((4, 8), (4, 4), (16, 8)))
+def test_entries_of_several_tokens_lie_in_the_page_of_their_first(every, P):
+    layout = (LayerCache(paged={"entry": (3,)}, every=every), LayerCache(paged={"k": (2,)}))
+    kv = PagedKV.create(layout, 9, P, 2, 4, jnp.float32)
+    kv = replace(kv, page_table=jnp.array([[5, 2, 7, 1], [3, 8, 4, 6]]))
+    entries = 4 * P // every
+    values, live = numbers(2, entries, 3), np.arange(entries)[None] < np.array([[entries], [1]])
+    first = np.broadcast_to(np.arange(entries) * every, (2, entries))
+    kv = kv.write(0, {"entry": jnp.asarray(values)}, jnp.asarray(first), jnp.asarray(live))
+    step = max(1, every // P)
+    columns = jnp.broadcast_to(jnp.arange(0, 4, step), (2, 4 // step))
+    seen = kv.gather(0, "entry", columns)
+    assert seen.shape == (2, entries, 3)
+    np.testing.assert_array_equal(seen, np.where(live[:, :, None], values, 0))
+    assert kv.page_size == P
+    assert token_bytes(layout, jnp.bfloat16) == int(np.ceil(2 * 2 + 3 / every * 2))
+    assert kv.bytes == 9 * page_bytes(layout, P, jnp.float32)
+
+
+def test_entries_must_fit_pages():
+    with pytest.raises(ValueError, match="every 12 tokens: must divide page_size = 8"):
+        PagedKV.create((LayerCache(paged={"entry": (3,)}, every=12),), 2, 8, 1, 1, jnp.float32)
 
 
 def test_a_layer_gets_exactly_what_it_keeps():

@@ -64,6 +64,7 @@ def filled_cache(lengths, pages, seed=0, garbage=0.0):
         ({},),
         jnp.asarray(table, jnp.int32),
         jnp.asarray(lengths, jnp.int32),
+        P,
     )
     return kv, keys, values
 
