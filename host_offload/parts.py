@@ -81,7 +81,7 @@ def odd_columns(w: np.ndarray) -> np.ndarray:
 
 
 def mxfp4_words(blocks: np.ndarray) -> np.ndarray:
-    """MXFP4 blocks [out, in / 32, 16] uint8 -> words [out, in / 8] uint32 of `pallas_kernels.expert_ffn.mxfp4`."""
+    """MXFP4 blocks [out, in / 32, 16] uint8 -> words [out, in / 8] uint32 of `pallas_kernels.formats.MXFP4`."""
     _need(blocks, 3, np.uint8)
     if blocks.shape[2] != 16:
         raise ValueError("a block of 32 four-bit values must be 16 bytes")

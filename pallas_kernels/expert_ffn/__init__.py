@@ -1,4 +1,4 @@
-"""Expert feed-forward through slots: y = act(x gate^T, x up^T) down^T with the weights of each token's experts.
+"""Expert feed-forward through slots: y = act(x gate_up^T) down^T with the weights of each token's experts.
 
 Two public functions: `expert_ffn_decode` for a few tokens (missing experts are read from pinned host memory, used and
 deposited in one pass) and `expert_ffn_round` for one round of a prefill chunk (the next missing experts move while
@@ -10,11 +10,11 @@ says what an expert computes and how its row is stored. `implementation` is
 * "xla": plain jax.numpy, any platform, every `ExpertSpec`.
 """
 
-from pallas_kernels.expert_ffn import decode, grouped, mxfp4, ref
+from pallas_kernels.expert_ffn import decode, grouped, ref
 from pallas_kernels.expert_ffn.layout import group_pairs
 from pallas_kernels.expert_ffn.spec import SILU, ExpertSpec
 
-__all__ = ["IMPLEMENTATIONS", "SILU", "ExpertSpec", "expert_ffn_decode", "expert_ffn_round", "group_pairs", "mxfp4"]
+__all__ = ["IMPLEMENTATIONS", "SILU", "ExpertSpec", "expert_ffn_decode", "expert_ffn_round", "group_pairs"]
 
 IMPLEMENTATIONS = ("pallas", "interpret", "xla")
 

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.expert_ffn import mxfp4
 from pallas_kernels.expert_ffn.spec import SILU, ExpertSpec
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -13,19 +12,25 @@ def _matmul_t(x, w):
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=_HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _product(x, row, tensor, spec: ExpertSpec):
-    """x w^T + b for the weights `tensor` of a row {name: array}: x [M, in] -> [M, out] f32."""
-    w = row[tensor]
-    if getattr(spec, tensor) == "mxfp4":
-        w = mxfp4.decode(w, row[f"{tensor}_scale"], x.dtype)
-    y = _matmul_t(x, w.astype(x.dtype))
-    return y + row[f"{tensor}_bias"].astype(jnp.float32) if spec.biases else y
+def _weights(row, tensor, n_in, spec: ExpertSpec, dtype):
+    """(w [out, n_in] in `dtype`, bias [out] f32 or None) of `tensor` of a row {name: array}."""
+    form = getattr(spec, tensor)
+    parts = {suffix: row[tensor + suffix] for suffix in form.suffixes}
+    w = form.decode(parts, spec.outs(tensor, parts[""].shape[0]), n_in, dtype)
+    return w, row[f"{tensor}_bias"].astype(jnp.float32) if spec.biases else None
 
 
-def _hidden(x, row, spec):
+def _product(x, weights):
+    """x w^T + b for (w, b) of `_weights`: x [M, in] -> [M, out] f32."""
+    w, bias = weights
+    y = _matmul_t(x, w)
+    return y if bias is None else y + bias
+
+
+def _hidden(x, weights, spec):
     """Hidden vectors [M, F] in x's dtype of x [M, D]."""
-    gate, up = jnp.split(_product(x, row, "gate_up", spec), 2, axis=-1)
-    return spec.activate(gate, up).astype(x.dtype)
+    z = _product(x, weights)
+    return spec.activate(*(jnp.split(z, 2, axis=-1) if spec.gated else (z,))).astype(x.dtype)
 
 
 def _row(banks, index):
@@ -68,23 +73,36 @@ def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, be
 
         return jax.lax.fori_loop(0, count[0], expert, jnp.zeros((distinct, *like.shape), like.dtype))
 
-    width = banks["gate_up"].shape[1] // 2
-    hidden = jax.ShapeDtypeStruct((x.shape[0], width), x.dtype)
-    h = each(lambda u, row: _hidden(x, row, spec), "gate_up", hidden)
+    (batch, model), dtype = x.shape, x.dtype
+    width = spec.outs("gate_up", banks["gate_up"].shape[1])[0]
+    hidden = jax.ShapeDtypeStruct((batch, width), dtype)
+    h = each(lambda u, row: _hidden(x, _weights(row, "gate_up", model, spec, dtype), spec), "gate_up", hidden)
     if between is not None:
         banks = between(h, banks)
     out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return each(lambda u, row: _product(h[u], row, "down", spec), "down", out), banks
+    return each(lambda u, row: _product(h[u], _weights(row, "down", width, spec, dtype)), "down", out), banks
 
 
 def expert_ffn_round(x, y, layout, span, banks, *, block_rows, spec=SILU):
-    """As `pallas_kernels.expert_ffn.grouped.expert_ffn_round`."""
+    """As `pallas_kernels.expert_ffn.grouped.expert_ffn_round`; an expert's weights are decoded once for its blocks."""
+    block_row, model = layout["block_row"], x.shape[1]
+    width = spec.outs("gate_up", banks["gate_up"].shape[1])[0]
 
-    def block(b, y):
-        tokens = jax.lax.dynamic_slice_in_dim(layout["token"], b * block_rows, block_rows)
-        pair = jax.lax.dynamic_slice_in_dim(layout["pair"], b * block_rows, block_rows)
-        row = _row(banks, layout["block_row"][b])
-        out = _product(_hidden(x[tokens], row, spec), row, "down", spec).astype(y.dtype)
-        return y.at[jnp.where(pair >= 0, pair, y.shape[0])].set(out, mode="drop")
+    def expert(carry):
+        first, y = carry
+        bank_row = block_row[first]
+        row = _row(banks, bank_row)
+        gate_up = _weights(row, "gate_up", model, spec, x.dtype)
+        down = _weights(row, "down", width, spec, x.dtype)
 
-    return jax.lax.fori_loop(span[0], span[1], block, y)
+        def block(carry):
+            b, y = carry
+            tokens = jax.lax.dynamic_slice_in_dim(layout["token"], b * block_rows, block_rows)
+            pair = jax.lax.dynamic_slice_in_dim(layout["pair"], b * block_rows, block_rows)
+            out = _product(_hidden(x[tokens], gate_up, spec), down).astype(y.dtype)
+            return b + 1, y.at[jnp.where(pair >= 0, pair, y.shape[0])].set(out, mode="drop")
+
+        # The condition reads within bounds: past the last block a gather clamps its index.
+        return jax.lax.while_loop(lambda c: (c[0] < span[1]) & (block_row[c[0]] == bank_row), block, (first, y))
+
+    return jax.lax.while_loop(lambda c: c[0] < span[1], expert, (span[0], y))[1]

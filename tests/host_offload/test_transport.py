@@ -16,6 +16,7 @@ from host_offload.transport import TRANSPORTS, CallbackTransport, GraphTransport
 from host_offload.transport.base import StateLost, combine_decode, combine_prefill, event_need, event_scores
 from host_offload.transport.host_calls import HostCalls, NumpyMover, RoundMoves
 from pallas_kernels.expert_ffn import ExpertSpec
+from pallas_kernels.formats import MXFP4
 
 L, E, D, F = 2, 4, 4, 3
 SPEC = RowSpec(L=L, E=E, tensors={"gate_up": ((2 * F, D), np.dtype("float32")), "down": ((D, F), np.dtype("float32"))})
@@ -300,7 +301,7 @@ def test_graph_transports_name_their_code_path(pool):
 
 def test_experts_without_a_kernel_say_so_and_rows_must_fit_them(pool):
     """The path of the expert products and the reason; slot plans stay kernels. Rows of other tensors are an error."""
-    dense, packed = ExpertSpec(), ExpertSpec(gate_up="mxfp4", down="mxfp4")
+    dense, packed = ExpertSpec(), ExpertSpec(gate_up=MXFP4(), down=MXFP4())
     assert make("device", pool, implementation="pallas", experts=dense).kernel == "device/pallas-triton"
     with pytest.raises(
         ValueError, match="rows of gate_up, down: these experts need gate_up, gate_up_scale, down, down_scale"

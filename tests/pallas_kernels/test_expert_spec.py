@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.expert_ffn import ExpertSpec, expert_ffn_decode, expert_ffn_round, group_pairs
+from pallas_kernels.formats import MXFP4, Dense
 
 OSS = ExpertSpec(activation="clamped_swiglu", alpha=1.702, limit=7.0, biases=True)
-PACKED = ExpertSpec(activation="clamped_swiglu", alpha=1.702, limit=7.0, biases=True, gate_up="mxfp4", down="mxfp4")
+PACKED = ExpertSpec(activation="clamped_swiglu", alpha=1.702, limit=7.0, biases=True, gate_up=MXFP4(), down=MXFP4())
 BIASED_SILU = ExpertSpec(biases=True)
 E, ROWS, D, F = 5, 8, 64, 32
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -39,7 +40,7 @@ def random_rows(rng, spec, dtype):
     """Rows {name: [E, ...]}, large enough that the clamp takes part."""
     rows = {}
     for name, (out, width) in {"gate_up": (2 * F, D), "down": (D, F)}.items():
-        if getattr(spec, name) == "mxfp4":
+        if getattr(spec, name) == MXFP4():
             rows[name] = rng.integers(0, 2**32, (E, out, width // 8), dtype=np.uint32)
             exponents = np.full((E, out, 4), 200, np.uint8)  # what is past the end must not be read
             exponents[..., : width // 32] = rng.integers(124, 127, (E, out, width // 32))
@@ -51,7 +52,7 @@ def random_rows(rng, spec, dtype):
 
 
 def weights(rows, name, spec, expert):
-    if getattr(spec, name) == "dense":
+    if getattr(spec, name) == Dense():
         return rows[name][expert].astype(np.float64)
     words = rows[name][expert]
     codes = (words[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).reshape(words.shape[0], -1)
@@ -84,7 +85,9 @@ def in_host_memory(rows):
 
 
 @pytest.mark.parametrize("B", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.implementation}-{c.spec.activation}-{c.spec.down}-{c.dtype}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: f"{c.implementation}-{c.spec.activation}-{c.spec.down.name}-{c.dtype}"
+)
 def test_decode(case, B):
     """A hit, a miss that is deposited and, through the kernels, a bypassed one that leaves no trace."""
     rng = np.random.default_rng(B)
@@ -115,7 +118,9 @@ def test_decode(case, B):
             assert not np.asarray(after[name][4]).any(), f"{name}: a bypassed row was written"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.implementation}-{c.spec.activation}-{c.spec.down}-{c.dtype}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: f"{c.implementation}-{c.spec.activation}-{c.spec.down.name}-{c.dtype}"
+)
 def test_round(case):
     rng = np.random.default_rng(7)
     dtype = jnp.dtype(case.dtype)
@@ -154,8 +159,8 @@ def test_kernels_refuse_what_they_do_not_serve():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"activation": "gelu"}, "activation = 'gelu': must be one of silu, clamped_swiglu"),
-        ({"down": "int3"}, "down = 'int3': must be one of dense, mxfp4"),
+        ({"activation": "gelu"}, "activation = 'gelu': must be one of silu, clamped_swiglu, clamped_silu, relu"),
+        ({"down": "int3"}, "down = 'int3': must be a Format"),
         ({"alpha": 1.0}, "alpha = 1.0: activation 'silu' has none"),
         ({"activation": "clamped_swiglu", "alpha": 1.0}, "limit = None: .* needs a positive number"),
         ({"activation": "clamped_swiglu", "alpha": 0, "limit": 1}, "alpha = 0: .* needs a positive number"),

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from moe_jax.models.config import DecoderConfig, bad_field
-from pallas_kernels.expert_ffn import ExpertSpec, mxfp4
+from pallas_kernels.expert_ffn import ExpertSpec
+from pallas_kernels.formats import MXFP4, Dense
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -86,8 +87,8 @@ class GptOssConfig(DecoderConfig):
             raise bad_field("sliding_window", None, f"layer_types has {SLIDING!r} layers: give their window in tokens")
         if self.expert_format == "mxfp4":
             for name in ("hidden_size", "intermediate_size"):
-                if getattr(self, name) % mxfp4.BLOCK:
-                    remedy = f"MXFP4 experts need a multiple of {mxfp4.BLOCK}"
+                if getattr(self, name) % MXFP4.block:
+                    remedy = f"MXFP4 experts need a multiple of {MXFP4.block}"
                     raise bad_field(name, getattr(self, name), remedy)
 
     @property
@@ -103,22 +104,16 @@ class GptOssConfig(DecoderConfig):
         return True
 
     def expert_spec(self) -> ExpertSpec:
+        form = MXFP4() if self.expert_format == "mxfp4" else Dense()
         return ExpertSpec(
             activation="clamped_swiglu",
             alpha=self.swiglu_alpha,
             limit=self.swiglu_limit,
             biases=True,
-            gate_up=self.expert_format,
-            down=self.expert_format,
+            gate_up=form,
+            down=form,
         )
 
     def expert_row_shapes(self) -> dict[str, tuple[int, ...]]:
-        D, F = self.hidden_size, self.expert_width
-        shapes = {}
-        for name, (out, width) in {"gate_up": (2 * F, D), "down": (D, F)}.items():
-            if self.expert_format == "mxfp4":
-                shapes[name], shapes[f"{name}_scale"] = mxfp4.row_shapes(out, width)
-            else:
-                shapes[name] = (out, width)
-            shapes[f"{name}_bias"] = (out,)
-        return shapes
+        tensors = self.expert_spec().row_tensors(self.expert_width, self.hidden_size)
+        return {name: shape for name, (shape, _) in tensors.items()}

@@ -19,6 +19,7 @@ from moe_jax.engine.kv_cache import PageAllocator, PagedKV
 from moe_jax.models.config import DecoderConfig
 from moe_jax.models.registry import abstract_params, family_for, targets
 from pallas_kernels.expert_ffn import ExpertSpec
+from pallas_kernels.formats import MXFP4
 
 # e2m1: the value of each of the 16 codes.
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -130,7 +131,7 @@ def load_tiny(tiny) -> Callable[[str], TinyModel]:
                         slabs[name].append(rows)
                 spec = cfg.expert_spec()
                 for name in ("gate_up", "down"):
-                    if getattr(spec, name) == "mxfp4":
+                    if getattr(spec, name) == MXFP4():
                         scales = slabs.pop(f"{name}_scale")
                         slabs[name] = [mxfp4_values(w, s) for w, s in zip(slabs[name], scales, strict=True)]
                 slabs = {name: [jnp.asarray(rows, jnp.float32) for rows in layers] for name, layers in slabs.items()}

@@ -15,6 +15,7 @@ from moe_jax.models.dbrx.modeling import PNormRouter
 from moe_jax.models.gpt_oss.config import GptOssConfig
 from moe_jax.models.gpt_oss.modeling import TopKSoftmaxRouter
 from moe_jax.models.registry import family_for, targets
+from pallas_kernels import formats
 from pallas_kernels.expert_ffn import SILU, ExpertSpec
 
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
@@ -49,7 +50,7 @@ def test_gpt_oss_rows():
     for cfg in (dense, packed):
         spec = cfg.expert_spec()
         assert tuple(cfg.expert_row_shapes()) == (*spec.parts("gate_up"), *spec.parts("down"))
-    assert packed.expert_spec().gate_up == packed.expert_spec().down == "mxfp4"
+    assert packed.expert_spec().gate_up == packed.expert_spec().down == formats.MXFP4()
 
 
 def test_gpt_oss_parameters():

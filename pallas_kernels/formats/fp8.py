@@ -1,0 +1,83 @@
+"""FP8: 8-bit floats (e4m3fn) with one float32 scale for a square block of weights, as DeepSeek-V3 is stored."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.formats.base import Format, finite_float64
+from pallas_kernels.formats.words import pack, unpack
+
+_LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # 448
+
+
+@dataclass(frozen=True)
+class FP8(Format):
+    """Matrices [out, in] as
+
+    * "" uint32 [out, ceil(in / 4)]: value 4 w + i of a row is the byte in bits 8 i .. 8 i + 7 of its word w;
+    * "_scale" float32 [sum of ceil(out / block) over the matrices, ceil(in / block)]: W[r, c] = value[r, c] *
+      scale[r // block, c // block] within each matrix. Blocks at the right and lower edges may be partial, and each of
+      the stacked matrices begins a block of its own.
+
+    Args:
+      block: side of a block.
+
+    Raises:
+      ValueError: block below 1.
+    """
+
+    name: ClassVar[str] = "fp8"
+    block: int = 128
+
+    def __post_init__(self):
+        if self.block < 1:
+            raise ValueError(f"block = {self.block!r}: the side of an FP8 block is at least 1")
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return "", "_scale"
+
+    def row_tensors(self, outs: tuple[int, ...], width: int) -> dict[str, tuple[tuple[int, ...], np.dtype | None]]:
+        blocks = sum(-(-out // self.block) for out in outs)
+        return {
+            "": ((sum(outs), -(-width // 4)), np.dtype(np.uint32)),
+            "_scale": ((blocks, -(-width // self.block)), np.dtype(np.float32)),
+        }
+
+    def decode(self, parts: Mapping[str, Any], outs: tuple[int, ...], width: int, dtype) -> jax.Array:
+        byte = unpack(parts[""], 8)[..., :width].astype(jnp.uint8)
+        value = jax.lax.bitcast_convert_type(byte, jnp.float8_e4m3fn).astype(jnp.float32)
+        return (value * self._each_value(parts["_scale"], outs, width)).astype(dtype)
+
+    def _each_value(self, scale, outs, width):
+        """The scale of every value: [..., sum(outs), width]."""
+        scale = jnp.repeat(scale, self.block, axis=-1)[..., :width]
+        if all(out % self.block == 0 for out in outs[:-1]):  # only the last matrix may end within a block
+            return jnp.repeat(scale, self.block, axis=-2)[..., : sum(outs), :]
+        matrices, first = [], 0
+        for out in outs:
+            blocks = -(-out // self.block)
+            matrix = jnp.repeat(scale[..., first : first + blocks, :], self.block, axis=-2)
+            matrices.append(matrix[..., :out, :])
+            first += blocks
+        return jnp.concatenate(matrices, axis=-2)
+
+    def encode(self, w: np.ndarray) -> dict[str, np.ndarray]:
+        """The scale of a block is its largest magnitude / 448 (1 for a block of zeros), in float32; values go to the
+        nearest e4m3, ties to even."""
+        w = finite_float64(w)
+        side = self.block
+        padded = np.pad(w, [(0, -size % side) for size in w.shape])
+        blocks = padded.reshape(padded.shape[0] // side, side, padded.shape[1] // side, side)
+        largest = np.abs(blocks).max(axis=(1, 3))
+        # Never a subnormal scale, which has too few bits and which devices flush.
+        scale = np.where(largest == 0, 1, np.maximum(largest / _LARGEST, np.finfo(np.float32).tiny)).astype(np.float32)
+        scaled = blocks / scale[:, None, :, None].astype(np.float64)
+        value = np.clip(scaled, -_LARGEST, _LARGEST).astype(ml_dtypes.float8_e4m3fn)
+        value = value.reshape(padded.shape)[: w.shape[0], : w.shape[1]]
+        return {"": pack(value.view(np.uint8), 8), "_scale": scale}

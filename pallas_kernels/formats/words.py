@@ -1,0 +1,24 @@
+"""Small unsigned integers in uint32 words: value k * i + j of a row is in bits b * j .. b * j + b - 1 of its word i.
+
+Whole words, as a Pallas-Triton operand of one-byte elements between 2 and 4 GiB would wrap its 32-bit offsets. k =
+32 / b values of b bits fill a word; this is the byte order of little-endian memory.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def unpack(words: jax.Array, bits: int) -> jax.Array:
+    """All values [..., n * 32 / bits] uint32 of words [..., n]."""
+    values = (words[..., None] >> jnp.arange(0, 32, bits, dtype=jnp.uint32)) & (2**bits - 1)
+    return values.reshape(*words.shape[:-1], -1)
+
+
+def pack(values: np.ndarray, bits: int) -> np.ndarray:
+    """Words [..., ceil(n * bits / 32)] uint32 of values [..., n] below 2^bits; zeros fill the last word."""
+    each = 32 // bits
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % each)]
+    values = np.pad(values.astype(np.uint32), padding)
+    values = values.reshape(*values.shape[:-1], -1, each) << np.arange(0, 32, bits, dtype=np.uint32)
+    return np.bitwise_or.reduce(values, axis=-1)
