@@ -55,7 +55,7 @@ def record(capture: Capture, name: str, value: Array) -> None:
 class DecoderLayer(nnx.Module):
     """x + attention(norm x), then x + feed-forward(norm x); the feed-forward is a dense MLP or routed experts.
 
-    Exactly one of `mlp` (dense) and `router` (sparse) is a module; `shared`, if any, is a dense MLP whose output is
+    Exactly one of `mlp` (dense) and `router` (sparse) is a module; `shared`, if any, is a shared expert whose output is
     added to that of the routed experts. `layer` counts all layers, `moe_layer` the sparse ones.
     """
 
@@ -88,7 +88,7 @@ class DecoderLayer(nnx.Module):
         B, T, D = x.shape
         rows, live, tokens = x.reshape(B * T, D), live.reshape(B * T), tokens.reshape(B * T)
         with jax.named_scope("router"):
-            ids, weights, scores = self.router(rows)
+            ids, weights, scores = self.choose(rows, tokens)
         record(capture, f"router/{self.layer}/ids", ids)
         record(capture, f"router/{self.layer}/weights", weights)
         record(capture, f"router/{self.layer}/scores", scores)
@@ -96,23 +96,39 @@ class DecoderLayer(nnx.Module):
             y, state = experts(self.moe_layer, rows, ids, weights, scores, live, tokens, state)
         return y.astype(x.dtype).reshape(B, T, D), state
 
-    def __call__(
-        self, x: Array, tokens: Array, kv: PagedKV, call: AttentionCall, experts: Experts, state: Any, capture: Capture
-    ) -> tuple[Array, PagedKV, Any]:
-        """x [B, T, D] -> (x [B, T, D], kv, state)."""
+    def choose(self, rows: Array, tokens: Array) -> tuple[Array, Array, Array]:
+        """The router's ids [B*T, K], weights [B*T, K] and scores [B*T, E] for rows [B*T, D] of tokens [B*T]."""
+        return self.router(rows)
+
+    def attend(self, x: Array, kv: PagedKV, call: AttentionCall, capture: Capture) -> tuple[Array, PagedKV]:
+        """Attention with its norm on x [B, T, D]: (output [B, T, D], kv)."""
         attended, kv = self.attn(self.input_norm(x), kv, call)
         record(capture, f"attn/{self.layer}", attended)
-        x = x + attended
+        return attended, kv
+
+    def feed_forward(
+        self, x: Array, live: Array, tokens: Array, experts: Experts, state: Any, capture: Capture
+    ) -> tuple[Array, Any]:
+        """Feed-forward with its norm on x [B, T, D]: (y [B, T, D], state)."""
         hidden = self.post_attention_norm(x)
         if self.router is None:
             with jax.named_scope("mlp"):
                 y = self.mlp(hidden)
         else:
-            y, state = self.route(hidden, call.live, tokens, experts, state, capture)
+            y, state = self.route(hidden, live, tokens, experts, state, capture)
             if self.shared is not None:
                 with jax.named_scope("shared_expert"):
                     y = y + self.shared(hidden)
         record(capture, f"mlp/{self.layer}", y)
+        return y, state
+
+    def __call__(
+        self, x: Array, tokens: Array, kv: PagedKV, call: AttentionCall, experts: Experts, state: Any, capture: Capture
+    ) -> tuple[Array, PagedKV, Any]:
+        """x [B, T, D] -> (x [B, T, D], kv, state)."""
+        attended, kv = self.attend(x, kv, call, capture)
+        x = x + attended
+        y, state = self.feed_forward(x, call.live, tokens, experts, state, capture)
         return x + y, kv, state
 
 
@@ -146,24 +162,26 @@ class Decoder(nnx.Module):
         moe_number = {layer: index for index, layer in enumerate(cfg.moe_layers)}
         # A dict with string keys, not a list: parameter paths are then plain strings everywhere.
         self.layers = nnx.Dict(
-            {
-                str(layer): DecoderLayer(
-                    cfg,
-                    dtype,
-                    norm_class=self.norm_class,
-                    layer=layer,
-                    attention=self.make_attention(layer, rngs),
-                    mlp=None if layer in moe_number else self.make_mlp(cfg.intermediate_size, rngs),
-                    router=self.make_router(rngs) if layer in moe_number else None,
-                    shared=self.make_mlp(cfg.shared_width, rngs) if layer in moe_number and cfg.shared_width else None,
-                    moe_layer=moe_number.get(layer),
-                )
-                for layer in range(cfg.num_hidden_layers)
-            }
+            {str(layer): self.make_layer(layer, moe_number.get(layer), rngs) for layer in range(cfg.num_hidden_layers)}
         )
         self.norm = self.norm_class(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
         self.lm_head = (
             None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, dtype, std=std, rngs=rngs)
+        )
+
+    def make_layer(self, layer: int, moe_layer: int | None, rngs: nnx.Rngs) -> DecoderLayer:
+        """Decoder layer `layer`, sparse layer `moe_layer` among these or dense (None)."""
+        sparse = moe_layer is not None
+        return DecoderLayer(
+            self.cfg,
+            self.dtype,
+            norm_class=self.norm_class,
+            layer=layer,
+            attention=self.make_attention(layer, rngs),
+            mlp=None if sparse else self.make_mlp(self.cfg.intermediate_size, rngs),
+            router=self.make_router(rngs) if sparse else None,
+            shared=self.make_shared(rngs) if sparse and self.cfg.shared_width else None,
+            moe_layer=moe_layer,
         )
 
     def make_attention(self, layer: int, rngs: nnx.Rngs) -> TokenMixer:
@@ -185,6 +203,10 @@ class Decoder(nnx.Module):
         """Feed-forward of a dense layer, or a shared expert, of hidden width `width`."""
         cfg = self.cfg
         return GatedMLP(cfg.hidden_size, width, self.dtype, std=cfg.initializer_range, rngs=rngs)
+
+    def make_shared(self, rngs: nnx.Rngs) -> GatedMLP:
+        """Shared expert of a sparse layer; made only where the config gives it a width."""
+        return self.make_mlp(self.cfg.shared_width, rngs)
 
     def make_router(self, rngs: nnx.Rngs) -> nnx.Module:
         """Router of a sparse layer."""
@@ -236,7 +258,7 @@ class Decoder(nnx.Module):
 
         kv = kv.extend(live)
         with jax.named_scope("embed"):
-            x = self.embed(tokens)
+            x = self.enter(self.embed(tokens))
             cos, sin = self.rotary(positions)
         call = AttentionCall(positions, live, cos, sin, attention)
         for index, layer in self.layers.items():
@@ -246,11 +268,19 @@ class Decoder(nnx.Module):
         if last_only:
             # Position of the last live token; a row without one gives its first token, which nobody reads.
             last = jnp.max(jnp.where(live, jnp.arange(live.shape[1]), 0), axis=1)  # [B]
-            x = jnp.take_along_axis(x, last[:, None, None], axis=1)  # [B, 1, D]
+            x = jnp.take_along_axis(x, last.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)  # [B, 1, D]
         with jax.named_scope("final_norm"):
-            x = self.norm(x)
+            x = self.norm(self.leave(x))
         record(capture, f"hidden/{len(self.layers)}", x)
         return x, kv, state
+
+    def enter(self, x: Array) -> Array:
+        """What the layers pass on, from embeddings [B, T, D]: the same, unless a family keeps more than one stream."""
+        return x
+
+    def leave(self, x: Array) -> Array:
+        """Input [B, T, D] of the final norm from what the last layer gives."""
+        return x
 
     def rotary(self, positions: Array) -> tuple[Array | None, Array | None]:
         """Cosines and sines [B, T, H/2] for positions [B, T]; None, None in a model without positions."""
