@@ -231,7 +231,8 @@ def blocked_attention(
 class GroupedQueryAttention(nnx.Module):
     """Projections, rope, cache write and attention of one layer.
 
-    Families that treat queries, keys and values between the projection and rope override `condition`.
+    Families that treat queries, keys and values between the projection and rope override `condition`. With `gated`,
+    each query head of `qkv` is followed by a gate of H components, whose sigmoid multiplies the head's output.
 
     Args:
         layer: number of the layer in the KV cache.
@@ -239,6 +240,8 @@ class GroupedQueryAttention(nnx.Module):
         bias: whether the projections have biases.
         sinks: whether there is a parameter `sinks` [N], see `paged_attention`.
     """
+
+    gated: bool = False
 
     def __init__(
         self,
@@ -255,7 +258,9 @@ class GroupedQueryAttention(nnx.Module):
         std: float,
         rngs: nnx.Rngs,
     ):
-        self.qkv = Linear(features, (num_heads + 2 * num_kv_heads) * head_dim, dtype, bias=bias, std=std, rngs=rngs)
+        self.query_rows = num_heads * (2 if self.gated else 1)  # heads' worth of rows before the keys
+        width = (self.query_rows + 2 * num_kv_heads) * head_dim
+        self.qkv = Linear(features, width, dtype, bias=bias, std=std, rngs=rngs)
         self.out = Linear(num_heads * head_dim, features, dtype, bias=bias, std=std, rngs=rngs)
         self.sinks = nnx.Param(nnx.initializers.normal(std)(rngs.params(), (num_heads,), dtype)) if sinks else None
         self.num_heads = num_heads
@@ -273,8 +278,11 @@ class GroupedQueryAttention(nnx.Module):
         B, T, _ = x.shape
         N, G, H = self.num_heads, self.num_kv_heads, self.head_dim
         with jax.named_scope("qkv"):
-            heads = self.qkv(x).reshape(B, T, N + 2 * G, H)
-            q, k, v = self.condition(*jnp.split(heads, (N, N + G), axis=2))
+            heads = self.qkv(x).reshape(B, T, self.query_rows + 2 * G, H)
+            q, k, v = jnp.split(heads, (self.query_rows, self.query_rows + G), axis=2)
+            if self.gated:
+                q, gate = jnp.moveaxis(q.reshape(B, T, N, 2, H), 3, 0)
+            q, k, v = self.condition(q, k, v)
             if call.cos is not None:
                 q, k = apply_rope(q, call.cos, call.sin), apply_rope(k, call.cos, call.sin)
         with jax.named_scope("kv_write"):
@@ -291,4 +299,6 @@ class GroupedQueryAttention(nnx.Module):
             else:
                 raise ValueError(f'attention implementation {call.implementation!r}: must be "xla" or "cudnn"')
         with jax.named_scope("attention_out"):
+            if self.gated:
+                out = out * jax.nn.sigmoid(gate)
             return self.out(out.reshape(B, T, N * H)), kv

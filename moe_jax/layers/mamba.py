@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from moe_jax.engine.kv_cache import LayerCache, PagedKV, StateTensor
 from moe_jax.layers.attention import AttentionCall
+from moe_jax.layers.causal_conv import causal_conv
 from moe_jax.layers.linear import Linear, project
 from moe_jax.layers.norm import RMSNorm
 
@@ -23,25 +24,6 @@ def mamba_cache(inner: int, state_dim: int, taps: int) -> LayerCache:
     return LayerCache(
         states={"conv": StateTensor((taps - 1, inner)), "ssm": StateTensor((inner, state_dim), jnp.float32)}
     )
-
-
-def causal_conv(u: Array, live: Array, weight: Array, bias: Array, past: Array) -> tuple[Array, Array]:
-    """Depthwise causal convolution over time: out_t = bias + sum_j weight_j u_(t - Kc + 1 + j).
-
-    Args:
-        u: [B, T, Di]; live: [B, T] bool, the live tokens of a row come first.
-        weight: [Di, Kc]; bias: [Di]; past: [B, Kc - 1, Di], the inputs before u.
-
-    Returns:
-        (out [B, T, Di] in float32, the last Kc - 1 live inputs [B, Kc - 1, Di] in u's dtype).
-    """
-    T, taps = u.shape[1], weight.shape[1]
-    inputs = jnp.concatenate([past.astype(u.dtype), u], axis=1)  # [B, Kc - 1 + T, Di]
-    wide = inputs.astype(jnp.float32)
-    out = sum(wide[:, j : j + T] * weight[:, j].astype(jnp.float32) for j in range(taps)) + bias.astype(jnp.float32)
-    count = jnp.sum(live, axis=1, dtype=jnp.int32)  # [B]
-    last = count[:, None] + jnp.arange(taps - 1, dtype=jnp.int32)
-    return out, jnp.take_along_axis(inputs, last[:, :, None], axis=1)
 
 
 def _scan_chunk(state: Array, part: tuple[Array, Array, Array, Array], A: Array) -> tuple[Array, Array]:

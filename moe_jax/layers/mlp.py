@@ -1,5 +1,6 @@
-"""The dense gated feed-forward block (SwiGLU)."""
+"""The dense gated feed-forward block (SwiGLU), and the same under a gate of its own."""
 
+import jax
 from flax import nnx
 from jax import Array
 
@@ -15,3 +16,14 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         return self.down(silu_product(self.gate_up(x)))
+
+
+class SigmoidGatedMLP(GatedMLP):
+    """sigmoid(g . x) * `GatedMLP`(x), one factor a token, g [1, D]: the shared expert of Qwen's families."""
+
+    def __init__(self, features: int, hidden: int, dtype, *, std: float, rngs: nnx.Rngs):
+        super().__init__(features, hidden, dtype, std=std, rngs=rngs)
+        self.gate = Linear(features, 1, dtype, std=std, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return jax.nn.sigmoid(self.gate(x)) * super().__call__(x)

@@ -35,6 +35,17 @@ class WideRMSNorm(RMSNorm):
         return wide.astype(x.dtype)
 
 
+class ZeroCentredRMSNorm(nnx.Module):
+    """`rms_norm` with the factor 1 + weight, in float32 and cast last, as in Qwen3.5; the weight starts at zero."""
+
+    def __init__(self, features: int, dtype, *, eps: float):
+        self.weight = nnx.Param(jnp.zeros((features,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        return rms_norm(x.astype(jnp.float32), 1.0 + self.weight[...].astype(jnp.float32), self.eps).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """(x - mean) / sqrt(variance + eps) * weight over the last axis, in float32, without bias; x's dtype.
 

@@ -83,13 +83,16 @@ def rope_tables(
 
 
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate heads x [B, T, N, H] by the tables cos, sin [B, T, H/2]; same shape and dtype.
+    """Rotate the first Hr components of heads x [B, T, N, H] by the tables cos, sin [B, T, Hr/2]; same shape and dtype.
 
-    Halves layout: component i turns together with component i + H/2.
+    Halves layout: component i turns together with component i + Hr/2. Components from Hr on stay as they are.
     """
-    first, second = jnp.split(x, 2, axis=-1)
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim > x.shape[-1]:
+        raise ValueError(f"rotary tables of width {rotary_dim} for heads of width {x.shape[-1]}: must not be wider")
+    first, second, rest = jnp.split(x, (rotary_dim // 2, rotary_dim), axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def apply_rope_pairs(x: Array, cos: Array, sin: Array) -> Array:

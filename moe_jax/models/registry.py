@@ -32,6 +32,9 @@ from moe_jax.models.mixtral.params import WEIGHT_TABLE as MIXTRAL_TABLE
 from moe_jax.models.olmoe.config import OlmoeConfig
 from moe_jax.models.olmoe.modeling import OlmoeForCausalLM
 from moe_jax.models.olmoe.params import WEIGHT_TABLE as OLMOE_TABLE
+from moe_jax.models.qwen3_5_moe.config import Qwen3_5MoeConfig
+from moe_jax.models.qwen3_5_moe.modeling import Qwen3_5MoeForCausalLM
+from moe_jax.models.qwen3_5_moe.params import WEIGHT_TABLE as QWEN3_5_MOE_TABLE
 from moe_jax.models.qwen3_moe.config import Qwen3MoeConfig
 from moe_jax.models.qwen3_moe.modeling import Qwen3MoeForCausalLM
 from moe_jax.models.qwen3_moe.params import WEIGHT_TABLE as QWEN3_MOE_TABLE
@@ -41,6 +44,7 @@ from moe_jax.models.qwen3_moe.params import WEIGHT_TABLE as QWEN3_MOE_TABLE
 class Family:
     """One architecture: its `model_type` and class name in config.json, and our three parts.
 
+    `aliases`: other names that `architectures` or `model_type` may hold for the same text model.
     `tied` pairs a path that is absent from a model with a tied head with the parameter whose weights it shares.
     """
 
@@ -50,6 +54,7 @@ class Family:
     model_cls: type[Decoder]
     weight_table: tuple[Rule | ExpertRule | Ignore, ...]
     tied: tuple[tuple[str, str], ...] = (("lm_head.weight", "embed.weight"),)
+    aliases: tuple[str, ...] = ()
 
     def table(self, cfg: DecoderConfig) -> tuple[Rule | ExpertRule | Ignore, ...]:
         """The weight table for a model of `cfg`: also says which layers of the file are not part of the model."""
@@ -60,6 +65,14 @@ class Family:
 FAMILIES = (
     Family("mixtral", "MixtralForCausalLM", MixtralConfig, MixtralForCausalLM, MIXTRAL_TABLE),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeConfig, Qwen3MoeForCausalLM, QWEN3_MOE_TABLE),
+    Family(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForCausalLM",
+        Qwen3_5MoeConfig,
+        Qwen3_5MoeForCausalLM,
+        QWEN3_5_MOE_TABLE,
+        aliases=("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
+    ),
     Family("olmoe", "OlmoeForCausalLM", OlmoeConfig, OlmoeForCausalLM, OLMOE_TABLE),
     Family("deepseek_v2", "DeepseekV2ForCausalLM", DeepseekV2Config, DeepseekV2ForCausalLM, DEEPSEEK_V2_TABLE),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Config, DeepseekV3ForCausalLM, DEEPSEEK_V3_TABLE),
@@ -77,7 +90,8 @@ def family_for(config: Mapping[str, Any]) -> Family:
     architectures = config.get("architectures") or []
     model_type = config.get("model_type")
     for family in FAMILIES:
-        if family.architecture in architectures or (not architectures and family.name == model_type):
+        named = architectures or [model_type]
+        if not {family.architecture, family.name, *family.aliases}.isdisjoint(named):
             return family
     supported = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES)
     raise CheckpointError(

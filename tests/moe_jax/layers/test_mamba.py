@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from moe_jax.engine.kv_cache import LayerCache, PagedKV
 from moe_jax.layers.attention import AttentionCall
-from moe_jax.layers.mamba import Mamba, causal_conv, mamba_cache, selective_scan
+from moe_jax.layers.causal_conv import causal_conv
+from moe_jax.layers.mamba import Mamba, mamba_cache, selective_scan
 
 B, INNER, N, TAPS, D = 2, 5, 3, 4, 4
 

@@ -1,0 +1,1 @@
+"""Qwen3.5-MoE, the language model."""
