@@ -1,5 +1,6 @@
-"""Reading config.json of decoder-only families: field names as in Hugging Face, aliases, defaults and checks."""
+"""Reading config.json: field names as in Hugging Face, aliases, defaults and checks."""
 
+import abc
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -79,7 +80,85 @@ def _read_yarn(name: str, rope: Mapping[str, Any], hf: Mapping[str, Any]) -> Yar
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class ModelConfig(abc.ABC):
+    """What the engine asks of every family's configuration. Fields carry their Hugging Face names.
+
+    A family also has `vocab_size`, `hidden_size`, `head_dim`, `max_position_embeddings`, `num_experts`,
+    `num_experts_per_tok` (fields, properties or constants), `moe_layers`, `expert_spec`, `expert_row_shapes` and
+    `cache_layout`, as `DecoderConfig` describes them.
+    """
+
+    SUPPORTED: ClassVar[dict[str, tuple]] = {}
+    # Whether a source goes through an encoder first; `generate` then continues a target.
+    encoder_decoder: ClassVar[bool] = False
+
+    @classmethod
+    def read(cls, hf: Mapping[str, Any], **derived: Any) -> Self:
+        """Config from the fields of config.json and the fields `derived`, which are not read.
+
+        Raises CheckpointError naming the field for bad values, contradicting aliases and features not implemented.
+        """
+        for name, allowed in cls.SUPPORTED.items():
+            if name in hf and hf[name] not in allowed:
+                raise bad_field(name, hf[name], f"not supported by this family; must be {allowed[0]!r} or absent")
+        values = dict(derived)
+        for field in fields(cls):
+            if field.name in values:
+                continue
+            given = {name: hf[name] for name in (field.name, *ALIASES.get(field.name, ())) if name in hf}
+            if len(set(map(repr, given.values()))) > 1:
+                raise bad_field(field.name, given, "aliases of one field disagree; keep one of them")
+            if given:
+                values[field.name] = next(iter(given.values()))
+        return cls(**values)
+
+    def check_integer(self, name: str) -> None:
+        """Raise CheckpointError unless the field `name` is an integer of at least one."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise bad_field(name, value, "must be an integer of at least 1")
+
+    def check_positive(self, name: str) -> None:
+        """Raise CheckpointError unless the field `name` is a positive finite number."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise bad_field(name, value, "must be a positive number")
+
+    def check_boolean(self, name: str) -> None:
+        """Raise CheckpointError unless the field `name` is true or false."""
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise bad_field(name, value, "must be true or false")
+
+    @property
+    def attention_sinks(self) -> bool:
+        """Whether the attention's softmax has a learned sink in each head."""
+        return False
+
+    @property
+    def extra_layers(self) -> range:
+        """Numbers of layers that a checkpoint may hold beyond the model's: those that predict further tokens."""
+        return range(0)
+
+    @abc.abstractmethod
+    def cache_layout(self) -> tuple[LayerCache, ...]:
+        """What each layer of the decoder keeps of the past."""
+
+    def kv_bytes_per_token(self, dtype) -> int:
+        """Bytes that one token takes in the cache over all layers, in the long run."""
+        return token_bytes(self.cache_layout(), dtype)
+
+    def kv_page_bytes(self, page_size: int, dtype) -> int:
+        """Bytes of a page of `page_size` tokens over all layers."""
+        return page_bytes(self.cache_layout(), page_size, dtype)
+
+    def state_bytes(self, dtype) -> int:
+        """Bytes that a sequence takes in the cache however long it is: the states of recurrent layers."""
+        return state_bytes(self.cache_layout(), dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
     """A pre-norm decoder with grouped-query attention, rotary positions and sparse feed-forward layers.
 
     Fields carry their Hugging Face names; families give the defaults of their transformers class and add fields.
@@ -119,20 +198,8 @@ class DecoderConfig:
 
         Raises CheckpointError naming the field for bad values, contradicting aliases and features not implemented.
         """
-        for name, allowed in cls.SUPPORTED.items():
-            if name in hf and hf[name] not in allowed:
-                raise bad_field(name, hf[name], f"not supported by this family; must be {allowed[0]!r} or absent")
         theta, yarn = read_rope(hf, cls.DEFAULT_THETA, cls.ROPE_TYPES, cls.PARTIAL_ROTARY)
-        values = {"rope_theta": theta, "yarn": yarn}
-        for field in fields(cls):
-            if field.name in values:
-                continue
-            given = {name: hf[name] for name in (field.name, *ALIASES.get(field.name, ())) if name in hf}
-            if len(set(map(repr, given.values()))) > 1:
-                raise bad_field(field.name, given, "aliases of one field disagree; keep one of them")
-            if given:
-                values[field.name] = next(iter(given.values()))
-        return cls(**values)
+        return cls.read(hf, rope_theta=theta, yarn=yarn)
 
     def __post_init__(self):
         if self.num_key_value_heads is None:
@@ -176,33 +243,10 @@ class DecoderConfig:
         if self.window is not None:
             self.check_integer("sliding_window")
 
-    def check_integer(self, name: str) -> None:
-        """Raise CheckpointError unless the field `name` is an integer of at least one."""
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise bad_field(name, value, "must be an integer of at least 1")
-
-    def check_positive(self, name: str) -> None:
-        """Raise CheckpointError unless the field `name` is a positive finite number."""
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise bad_field(name, value, "must be a positive number")
-
-    def check_boolean(self, name: str) -> None:
-        """Raise CheckpointError unless the field `name` is true or false."""
-        value = getattr(self, name)
-        if not isinstance(value, bool):
-            raise bad_field(name, value, "must be true or false")
-
     @property
     def window(self) -> int | None:
         """Sliding window in tokens (a token sees itself and window - 1 before it), None for full attention."""
         return None
-
-    @property
-    def attention_sinks(self) -> bool:
-        """Whether the attention's softmax has a learned sink in each head."""
-        return False
 
     @property
     def rotary_dim(self) -> int | None:
@@ -218,11 +262,6 @@ class DecoderConfig:
     def shared_width(self) -> int:
         """Hidden width of the dense MLP beside the routed experts of a sparse layer; 0: none."""
         return 0
-
-    @property
-    def extra_layers(self) -> range:
-        """Numbers of layers that a checkpoint may hold beyond the model's: those that predict further tokens."""
-        return range(0)
 
     @property
     def normalizes_router_weights(self) -> bool:
@@ -250,15 +289,3 @@ class DecoderConfig:
         """What each decoder layer keeps of the past: keys and values of every token."""
         head = (self.num_key_value_heads, self.head_dim)
         return (LayerCache(paged={"k": head, "v": head}),) * self.num_hidden_layers
-
-    def kv_bytes_per_token(self, dtype) -> int:
-        """Bytes that one token takes in the cache over all layers, in the long run."""
-        return token_bytes(self.cache_layout(), dtype)
-
-    def kv_page_bytes(self, page_size: int, dtype) -> int:
-        """Bytes of a page of `page_size` tokens over all layers."""
-        return page_bytes(self.cache_layout(), page_size, dtype)
-
-    def state_bytes(self, dtype) -> int:
-        """Bytes that a sequence takes in the cache however long it is: the states of recurrent layers."""
-        return state_bytes(self.cache_layout(), dtype)
