@@ -13,6 +13,8 @@ import tiny_models
 from tiny_models import RECIPES
 
 NAMES = list(RECIPES)
+ENCODER_DECODERS = [name for name in NAMES if RECIPES[name].config.get("is_encoder_decoder")]
+DECODERS = [name for name in NAMES if name not in ENCODER_DECODERS]
 DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "U8": np.uint8}
 PACKED = {"gpt_oss_mxfp4"}  # hold uint8 tensors beside those of the recipe's dtype
 
@@ -44,7 +46,7 @@ def test_built_files_hold_the_weights_the_outputs_were_computed_from(name, tiny,
     assert {array.dtype for array in tensors.values()} == {np.dtype(RECIPES[name].dtype)} | packed
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DECODERS)
 def test_embedding_and_head_of_the_file_give_first_and_last_recorded_array(name, tiny, expected):
     tensors, outputs = read_tensors(tiny(name)), expected(name)
     dbrx = "transformer.wte.weight"
@@ -58,7 +60,7 @@ def test_embedding_and_head_of_the_file_give_first_and_last_recorded_array(name,
     np.testing.assert_allclose(outputs[f"hidden/{last}"] @ head.T, outputs["logits"], atol=2e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DECODERS)
 def test_recorded_arrays_agree_with_each_other(name, expected):
     config, length, outputs = RECIPES[name].config, RECIPES[name].prompt_length, expected(name)
     layers = layers_of(config)
@@ -80,6 +82,30 @@ def test_recorded_arrays_agree_with_each_other(name, expected):
             assert all(len(set(row)) == chosen for row in indices.tolist())
             if config.get("norm_topk_prob", config["model_type"] == "mixtral"):
                 np.testing.assert_allclose(weights.sum(-1), config.get("routed_scaling_factor", 1), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_recorded_arrays_of_an_encoder_decoder_agree_with_file_and_each_other(name, tiny, expected):
+    tensors, config, outputs = read_tensors(tiny(name)), RECIPES[name].config, expected(name)
+    shared = tensors["model.shared.weight"]
+    assert not [key for key in tensors if "embed" in key or "lm_head" in key], "all three are the shared tensor"
+    last = outputs[f"hidden/decoder/{config['decoder_layers']}"]
+    np.testing.assert_allclose(last @ shared.T, outputs["logits"], atol=2e-5)
+    # Positions begin at 2, past that of the padding token: frequency 1 gives sine and cosine of 2, 3, ...
+    positional = outputs["hidden/encoder/0"] - shared[outputs["input_ids"]] * config["d_model"] ** 0.5
+    np.testing.assert_allclose(positional[0, :, 0], np.sin(2 + np.arange(positional.shape[1])), atol=1e-5)
+    assert outputs["gen_ids"].shape == (1, tiny_models.NEW_TOKENS)
+    np.testing.assert_array_equal(outputs["gen_logits"].argmax(-1), outputs["gen_ids"][0, 1:])
+    assert tiny_models.greedy_margin(outputs) >= tiny_models.MIN_MARGIN
+    rows, width = outputs["input_ids"].size, outputs["decoder_input_ids"].size
+    for stack, count in (("encoder", rows), ("decoder", width)):
+        for layer in (1, 3):
+            combine = outputs[f"router/{stack}/{layer}/combine"]
+            assert combine.shape == (count, config["num_experts"])
+            uses, fraction = (combine > 0).sum(0), config["moe_eval_capacity_token_fraction"]
+            assert uses.max() <= np.ceil(fraction * count) and uses.sum() <= 2 * count
+            assert (uses.sum() < 2 * count) == (fraction < 1), "tokens are dropped where the capacity is small"
+            assert combine.sum(-1).max() <= 0.8 + 1e-6
 
 
 def test_qwen3_layers_are_sparse_by_step_and_not_by_list(expected):

@@ -27,7 +27,8 @@ Arrays of ``tests/data/<name>.npz``, float32 or int64 (T prompt tokens, V vocabu
     router/<i>/weights [T,K]      the weights their outputs are multiplied with
     weights_crc32 []              checksum of the checkpoint the outputs were computed from
 
-The recipes themselves are in ``tests/tiny_recipes.py`` and ``tests/tiny_recipes_fused.py``.
+The recipes themselves are in ``tests/tiny_recipes*.py``. An encoder-decoder has arrays of its own, see
+``tests/tiny_recipes_nllb.py``.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ from pathlib import Path
 import numpy as np
 import tiny_recipes
 import tiny_recipes_fused
+import tiny_recipes_nllb
+import tiny_recipes_qwen3_5
 from safetensors.numpy import save_file
 from tiny_recipes import Recipe, Tensors, initial_value
 
-RECIPES = tiny_recipes.RECIPES | tiny_recipes_fused.RECIPES
+RECIPES = tiny_recipes.RECIPES | tiny_recipes_fused.RECIPES | tiny_recipes_nllb.RECIPES | tiny_recipes_qwen3_5.RECIPES
 DATA = Path(__file__).resolve().parent / "data"
 NEW_TOKENS = 8
 LEFT_PADDING = 5
@@ -227,7 +230,9 @@ def reference_outputs(name: str, directory: Path) -> Tensors:
 
     torch.set_num_threads(1)  # the order of sums, and so the last bits, must not depend on the machine
     r = recipe(name)
-    length, vocabulary = r.prompt_length, r.config["vocab_size"]
+    if r.reference is not None:
+        return r.reference(r, directory) | {"weights_crc32": np.array(fingerprint(checkpoint_tensors(name)), np.int64)}
+    length, vocabulary = r.prompt_length, r.text_config["vocab_size"]
     model = _load_reference(directory)
     prompt = torch.from_numpy(np.random.default_rng(1).integers(3, vocabulary, size=(1, length)))
     batch = torch.from_numpy(np.random.default_rng(2).integers(3, vocabulary, size=(2, length)))

@@ -32,6 +32,7 @@ class Recipe:
         value: the value of a parameter by name and shape, and whether the head is tied; None: `initial_value`.
         float_layout: for packed formats, the same weights as floating-point tensors: what the oracle loads, without the
             config's `quantization_config`.
+        reference: computes the expected outputs, (recipe, directory) -> arrays; None: as a decoder-only model.
     """
 
     about: str
@@ -43,6 +44,12 @@ class Recipe:
     shard_bytes: int | None = None
     value: Callable[..., np.ndarray] | None = None
     float_layout: Callable[[Tensors], Tensors] | None = None
+    reference: Callable[..., Tensors] | None = None
+
+    @property
+    def text_config(self) -> dict:
+        """The settings of the language model: those that config.json nests in a checkpoint with vision, else all."""
+        return self.config.get("text_config", self.config)
 
 
 # ---------------------------------------------------------------------------------------------- random weights
