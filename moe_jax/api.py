@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from moe_jax.errors import CheckpointError, ConfigError, InputError, MoEJaxError
 from moe_jax.generation.inputs import PreparedBatch, assemble, prepare
 from moe_jax.generation.sampling import SamplingParams
 from moe_jax.generation.text import IncrementalDecoder, StreamerFeed, load_tokenizer, require_tokenizer
+from moe_jax.replay import replay
 from moe_jax.session import Session, steps
 
 logger = logging.getLogger(__name__)
@@ -303,6 +304,20 @@ class MoE:
             where = np.flatnonzero(mask[row]) if attention_mask is not None else np.arange(T - len(logits), T)
             out[row, where] = logits
         return out if batch.was_batched else out[0]
+
+    def replay(
+        self,
+        trace: Trace,
+        requests: Iterable[int] | None = None,
+        *,
+        prompts: Sequence[Any] | None = None,
+        record: bool | None = None,
+    ) -> list[np.ndarray]:
+        """Runs requests of `trace` with its routing in the router's place; see `moe_jax.replay.replay`.
+
+        `stats()["last"]` covers them all. Returns the new ids of each request.
+        """
+        return replay(self, trace, requests, prompts=prompts, record=record)
 
     # ------------------------------------------------------------------------------------------------------------ cache
 

@@ -95,9 +95,12 @@ class Engine:
                 leaf.delete()
         self.params = self._kv = self.cache = self.operands = self.programs = None
 
-    def start(self, prompts, params, *, seed, routing=False) -> "Run":
-        """A batch: prompts [T_b] int32 arrays without padding, one `SamplingParams` a row."""
-        return Run(self, prompts, params, seed=seed, routing=routing)
+    def start(self, prompts, params, *, seed, routing=False, forced=None) -> "Run":
+        """A batch: prompts [T_b] int32 arrays without padding, one `SamplingParams` a row.
+
+        routing: record it. forced: `ForcedRouting` of the rows, which then takes the router's place.
+        """
+        return Run(self, prompts, params, seed=seed, routing=routing, forced=forced)
 
     def forward(self, prompts):
         """Logits of every prompt token: list of [T_b, V] f32 arrays. Counts as prefill in the returned `RunStats`."""
@@ -128,7 +131,7 @@ class Run:
     Rows are padded to a power of two (dead rows), so a new batch size rarely compiles.
     """
 
-    def __init__(self, engine, prompts, params, *, seed, routing):
+    def __init__(self, engine, prompts, params, *, seed, routing, forced=None):
         self.engine = engine
         self.stats = RunStats(engine.transport.spec.L, engine.transport.spec.row_bytes)
         self.stats.calls = 1
@@ -136,6 +139,7 @@ class Run:
         self.params = params
         self.routing: list[dict] = []
         self._record = routing
+        self._forced = None if forced is None else jax.device_put(forced)
         self._requests = np.arange(engine.requests, engine.requests + len(prompts))
         engine.requests += len(prompts)
         self._seed = seed
@@ -227,7 +231,7 @@ class Run:
         }
         compiled = engine.programs.compile_seconds
         loop, out, done, routed = engine.programs.run(
-            "decode", (2,), static, engine.params, engine.operands, loop, draws
+            "decode", (2,), static, engine.params, engine.operands, loop, draws, self._forced
         )
         self._keep(loop)
         out, done, self.live, routed = jax.device_get((out, done, loop.live, routed))
@@ -280,9 +284,8 @@ class Run:
                 "everything": everything,
             }
             batch = jax.device_put((tokens, positions, live, ends))
-            kv, engine.cache, out, routed = engine.programs.run(
-                "prefill", (2, 3, 5), static, engine.params, engine.operands, kv, engine.cache, batch, logits
-            )
+            args = engine.params, engine.operands, kv, engine.cache, batch, logits, self._forced
+            kv, engine.cache, out, routed = engine.programs.run("prefill", (2, 3, 5), static, *args)
             engine._kv = kv.pages
             if everything:
                 chunks.append(np.asarray(out)[: len(self.prompts)])

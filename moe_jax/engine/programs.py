@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moe_jax.engine.forced_routing import force
 from moe_jax.generation.sampling import mark_seen, sample
 from moe_jax.generation.stopping import is_eos
 
@@ -79,10 +80,13 @@ class Programs:
         """(name, optimised HLO) of every compiled program."""
         return [(key[0], program.as_text()) for key, program in self._compiled.items()]
 
-    def _prefill(self, params, operands, kv, cache, batch, logits, *, block_rows, attention, routing, everything):
+    def _prefill(
+        self, params, operands, kv, cache, batch, logits, forced, *, block_rows, attention, routing, everything
+    ):
         """One chunk.
 
         batch: (tokens, positions [B, T] int32, live [B, T] bool, ends [B] bool: rows whose prompt ends here).
+        forced: `ForcedRouting` in the router's place, or None.
 
         Returns kv, cache, logits ([B, V] f32, replaced where `ends`; with `everything` [B, T, V] of this chunk) and the
         routing or None.
@@ -91,6 +95,7 @@ class Programs:
         model = nnx.merge(self._graphdef, params)
         cache = self._transport.begin(cache)
         experts = self._transport.bind(operands, prefill=True, block_rows=block_rows)
+        experts = force(experts, forced, positions)
         hidden, kv, cache = model(
             tokens, positions, live, kv, experts, cache, last_only=not everything, attention=attention
         )
@@ -106,8 +111,8 @@ class Programs:
         tokens = _draw(logits, seen, draws, draws["length"], greedy, sort)
         return _advance(tokens, tokens, live, live, left, seen, draws["eos"])
 
-    def _decode(self, params, operands, loop, draws, *, steps, greedy, sort, routing):
-        """Up to `steps` tokens a row; stops when no row is live or a callback failed.
+    def _decode(self, params, operands, loop, draws, forced, *, steps, greedy, sort, routing):
+        """Up to `steps` tokens a row; stops when no row is live or a callback failed. `forced` as in `_prefill`.
 
         Returns the loop state, tokens [B, steps] (NO_TOKEN where a row produced none), steps done, and routing
         [steps, L, B, K] or None.
@@ -119,7 +124,7 @@ class Programs:
 
         def step(i, loop, out, routed):
             kv = loop.kv
-            experts = transport.bind(operands, prefill=False)
+            experts = force(transport.bind(operands, prefill=False), forced, kv.lengths[:, None])
             hidden, kv, cache = model(
                 loop.tokens[:, None], kv.lengths[:, None], loop.live[:, None], kv, experts, loop.cache
             )
