@@ -2,7 +2,8 @@
 
 Two kernels, because the down projection needs the whole hidden vector of an expert:
 
-* `gate_up`: program (u, j) computes BF columns of h[u] = act(x gate^T, x up^T) for distinct expert u.
+* `gate_up`: program (u, j) computes BF columns of h[u] = act(x gate^T, x up^T) for distinct expert u, or of act(x w^T)
+  if the experts have no gate.
 * `down`: program (u, j) computes BO columns of y[u] = h[u] down^T.
 
 Activation and biases are those of an `ExpertSpec`; all weights are dense.
@@ -117,11 +118,12 @@ def _gate_up_kernel(*refs, batch, width, n_in, block_out, block_in, offload, par
     @pl.when(u < count_ref[0])
     def _():
         def use(tensors, row, targets, **deposit):
-            outs = [(j * block_out, block_out), (width + j * block_out, block_out)]
-            gate, up = _outputs(
+            first = j * block_out
+            outs = [(start, block_out) for start in ((first, width + first) if spec.gated else (first,))]
+            products = _outputs(
                 x_ref, None, tensors, row, outs, n_in, targets, block_in=block_in, batch=batch, **deposit
             )
-            h = spec.activate(gate, up).astype(h_ref.dtype)
+            h = spec.activate(*products).astype(h_ref.dtype)
             cols = pl.ds(j * block_out, block_out)
             store(h_ref.at[u, cols] if batch == 1 else h_ref.at[u, pl.ds(0, batch), cols], h)
 
@@ -234,7 +236,7 @@ def expert_ffn_decode(
       count: [1] i32, number of valid entries.
       distinct: U, the static bound of `count`.
       banks: {"gate_up": [R, 2F, D], "down": [R, D, F]}, with biases also {"gate_up_bias": [R, 2F], "down_bias": [R,
-        D]}; donated by the caller, updated in place.
+        D]}, F instead of 2F without a gate; donated by the caller, updated in place.
       pool: the same with E rows in pinned host memory, or None when all rows are resident.
       between: traced `between(h, banks) -> banks` between the two kernels: the place to wait for rows of "down" that
         were still on their way while "gate_up" was computed. h are the hidden vectors: [U, F] here when B is 1, else

@@ -54,23 +54,26 @@ def _gate_up_kernel(
         row = block_row_ref[block]
         rows = pl.ds(block * block_rows, block_rows)
         tokens = load(token_ref.at[rows])
+        first = n * block_out
+        starts = (first, width + first) if spec.gated else (first,)
 
         def step(i, accs):
             cols = pl.ds(i * block_in, block_in)
             x = load(x_ref.at[tokens[:, None], _columns(i, block_in)])
-            gate = load(bank_ref.at[row, pl.ds(n * block_out, block_out), cols]).astype(x.dtype)
-            up = load(bank_ref.at[row, pl.ds(width + n * block_out, block_out), cols]).astype(x.dtype)
-            return (
-                accs[0] + pltriton.dot(x, gate, trans_b=True, allow_tf32=False),
-                accs[1] + pltriton.dot(x, up, trans_b=True, allow_tf32=False),
-            )
+            new = []
+            for start, acc in zip(starts, accs, strict=True):
+                w = load(bank_ref.at[row, pl.ds(start, block_out), cols]).astype(x.dtype)
+                new.append(acc + pltriton.dot(x, w, trans_b=True, allow_tf32=False))
+            return new
 
-        zero = jnp.zeros((block_rows, block_out), jnp.float32)
-        gate, up = jax.lax.fori_loop(0, n_in // block_in, step, (zero, zero))
+        products = jax.lax.fori_loop(
+            0, n_in // block_in, step, [jnp.zeros((block_rows, block_out), jnp.float32) for _ in starts]
+        )
         if bias_ref:
-            gate += _bias(bias_ref[0], row, n * block_out, block_out)
-            up += _bias(bias_ref[0], row, width + n * block_out, block_out)
-        h = spec.activate(gate, up).astype(h_ref.dtype)
+            products = [
+                z + _bias(bias_ref[0], row, start, block_out) for z, start in zip(products, starts, strict=True)
+            ]
+        h = spec.activate(*products).astype(h_ref.dtype)
         store(h_ref.at[rows, pl.ds(n * block_out, block_out)], h)
 
     _each_tile(span_ref, width // block_out, tile, programs)
@@ -172,7 +175,7 @@ def expert_ffn_round(x, y, layout, span, banks, *, block_rows, spec=SILU, progra
         row of each block's expert.
       span: [2] i32 as above.
       banks: {"gate_up": [R, 2F, D], "down": [R, D, F]}, with biases also {"gate_up_bias": [R, 2F], "down_bias": [R,
-        D]}.
+        D]}, F instead of 2F without a gate.
       block_rows: BM, a power of two >= 16.
       spec: `ExpertSpec` with dense weights.
       programs: programs launched, about the number of multiprocessors.

@@ -75,8 +75,8 @@ class INT4(Format):
         = (highest - lowest) / 15 of the group's range extended to 0, zero = -lowest / scale rounded. Scales have the
         dtype of `w` (float32 for float64) and are 1 for a group of zeros; the order is that of the columns."""
         dtype = np.float32 if w.dtype == np.float64 else w.dtype
-        self.row_tensors(w.shape[:1], w.shape[1])
         w = finite_float64(w)
+        self.row_tensors(w.shape[:1], w.shape[1])
         groups = w.reshape(len(w), -1, self.group)
         low, high = np.minimum(groups.min(axis=-1), 0), np.maximum(groups.max(axis=-1), 0)
         exact = (high - low) / 15 if self.zeros else np.maximum(high, -low) / 7

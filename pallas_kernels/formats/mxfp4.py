@@ -65,8 +65,8 @@ class MXFP4(Format):
     def encode(self, w: np.ndarray) -> dict[str, np.ndarray]:
         """As the specification's section 6.3 asks: the scale of a block is the largest power of two that is at most
         its largest magnitude, divided by 4; values go to the nearest e2m1, ties to even, and saturate at 6."""
-        self.row_tensors(w.shape[:1], w.shape[1])
         w = finite_float64(w)
+        self.row_tensors(w.shape[:1], w.shape[1])
         blocks = w.reshape(len(w), -1, self.block)
         _, exponent = np.frexp(np.abs(blocks).max(axis=-1))  # magnitude in [0.5, 1) * 2^exponent
         byte = np.clip(exponent - 1 - _LARGEST_EXPONENT + _BIAS, 0, 254)

@@ -122,14 +122,8 @@ def check_offsets(kernels):
 
 
 def row_arrays(shape, rows, dtype, spec=SILU):
-    tensors = {
-        "gate_up": arrays(rows, 2 * shape.F, shape.D, dtype=dtype),
-        "down": arrays(rows, shape.D, shape.F, dtype=dtype),
-    }
-    if spec.biases:
-        tensors["gate_up_bias"] = arrays(rows, 2 * shape.F, dtype=dtype)
-        tensors["down_bias"] = arrays(rows, shape.D, dtype=dtype)
-    return tensors
+    tensors = spec.row_tensors(shape.F, shape.D)
+    return {name: arrays(rows, *size, dtype=fixed or dtype) for name, (size, fixed) in tensors.items()}
 
 
 def decode_kernels(
@@ -246,35 +240,43 @@ def test_prefill_with_mixed_dtypes(row_dtype, compute):
     check_offsets(kernels)
 
 
-# Experts with biases and a clamped SwiGLU, in bf16; 2880 = 45 * 64 leaves tiles of 64 columns.
-GPT_OSS = {"gpt-oss-20b": Shape(D=2880, F=2880, E=32, K=4, L=24), "gpt-oss-120b": Shape(2880, 2880, 128, 4, 36)}
-GPT_OSS_EXPERTS = ExpertSpec(activation="clamped_swiglu", alpha=1.702, limit=7.0, biases=True)
+# Experts of other activations, dense in bf16; 2880 = 45 * 64 leaves tiles of 64 columns.
+GPT_OSS = ExpertSpec(activation="clamped_swiglu", alpha=1.702, limit=7.0, biases=True)
+OTHER_EXPERTS = {
+    "gpt-oss-20b": (Shape(D=2880, F=2880, E=32, K=4, L=24), GPT_OSS),
+    "gpt-oss-120b": (Shape(D=2880, F=2880, E=128, K=4, L=36), GPT_OSS),
+    "nllb-moe-54b": (Shape(D=2048, F=8192, E=128, K=2, L=12), ExpertSpec(activation="relu", biases=True)),
+    "deepseek-v4-flash": (Shape(D=4096, F=2048, E=256, K=6, L=43), ExpertSpec(activation="clamped_silu", limit=10.0)),
+}
 
 
 @pytest.mark.parametrize("B", [1, 16])
-@pytest.mark.parametrize("model", GPT_OSS)
-def test_decode_of_gpt_oss_experts(model, B):
-    shape = GPT_OSS[model]
+@pytest.mark.parametrize("model", OTHER_EXPERTS)
+def test_decode_of_other_experts(model, B):
+    shape, spec = OTHER_EXPERTS[model]
     rows = shape.L * shape.E // 4
-    kernels = decode_kernels(shape, B, rows, spec=GPT_OSS_EXPERTS)
+    kernels = decode_kernels(shape, B, rows, spec=spec)
     assert [name for name, _ in kernels] == ["expert_ffn_gate_up", "expert_ffn_down"]
     check_offsets(kernels)
-    for (_, operands), (width, size) in zip(kernels, ((2 * shape.F, shape.D), (shape.D, shape.F)), strict=True):
-        # Weights and bias are each read from bank and pool, and deposited.
-        assert len(bank_of(operands, (rows, width, size))) == len(bank_of(operands, (rows, width))) == 2
-        assert len(bank_of(operands, (shape.E, width, size))) == len(bank_of(operands, (shape.E, width))) == 1
-    assert len(decode_kernels(shape, B, rows, offload=False, spec=GPT_OSS_EXPERTS)) == 2
+    for (_, operands), tensor in zip(kernels, ("gate_up", "down"), strict=True):
+        for part in spec.parts(tensor):
+            size = spec.row_tensors(shape.F, shape.D)[part][0]
+            # Weights and bias are each read from bank and pool, and deposited.
+            assert len(bank_of(operands, (rows, *size))) == 2, part
+            assert len(bank_of(operands, (shape.E, *size))) == 1, part
+    assert len(decode_kernels(shape, B, rows, offload=False, spec=spec)) == 2
 
 
-@pytest.mark.parametrize("model", GPT_OSS)
-def test_prefill_of_gpt_oss_experts(model):
-    shape = GPT_OSS[model]
+@pytest.mark.parametrize("model", OTHER_EXPERTS)
+def test_prefill_of_other_experts(model):
+    shape, spec = OTHER_EXPERTS[model]
     rows = shape.L * shape.E // 4
-    kernels = round_kernels(shape, 8192, 128, rows, spec=GPT_OSS_EXPERTS)
+    kernels = round_kernels(shape, 8192, 128, rows, spec=spec)
     assert [name for name, _ in kernels] == ["expert_ffn_grouped_gate_up", "expert_ffn_grouped_down"]
     check_offsets(kernels)
-    for (_, operands), width in zip(kernels, (2 * shape.F, shape.D), strict=True):
-        assert len(bank_of(operands, (rows, width))) == 1
+    for (_, operands), tensor in zip(kernels, ("gate_up", "down"), strict=True):
+        for part in spec.parts(tensor):
+            assert len(bank_of(operands, (rows, *spec.row_tensors(shape.F, shape.D)[part][0]))) == 1, part
 
 
 @pytest.mark.parametrize("T", [1, 8192])
