@@ -49,20 +49,20 @@ def test_built_files_hold_the_weights_the_outputs_were_computed_from(name, tiny,
 @pytest.mark.parametrize("name", DECODERS)
 def test_embedding_and_head_of_the_file_give_first_and_last_recorded_array(name, tiny, expected):
     tensors, outputs = read_tensors(tiny(name)), expected(name)
-    dbrx = "transformer.wte.weight"
-    embedding = fp32(tensors, dbrx if dbrx in tensors else "model.embed_tokens.weight")
-    tied = RECIPES[name].config["tie_word_embeddings"]
+    (embedding_name,) = (key for key in tensors if key.endswith(("embed_tokens.weight", "wte.weight")))
+    embedding = fp32(tensors, embedding_name)
+    tied = RECIPES[name].text_config["tie_word_embeddings"]
     assert tied == ("lm_head.weight" not in tensors)
     head = embedding if tied else fp32(tensors, "lm_head.weight")
     last = max(int(key.split("/")[1]) for key in outputs if key.startswith("hidden/"))
-    assert last == layers_of(RECIPES[name].config)
+    assert last == layers_of(RECIPES[name].text_config)
     np.testing.assert_array_equal(outputs["hidden/0"], embedding[outputs["input_ids"]])
     np.testing.assert_allclose(outputs[f"hidden/{last}"] @ head.T, outputs["logits"], atol=2e-5)
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_recorded_arrays_agree_with_each_other(name, expected):
-    config, length, outputs = RECIPES[name].config, RECIPES[name].prompt_length, expected(name)
+    config, length, outputs = RECIPES[name].text_config, RECIPES[name].prompt_length, expected(name)
     layers = layers_of(config)
     chosen = config.get("num_experts_per_tok") or config["ffn_config"]["moe_top_k"]
     assert outputs["logits"].shape == (1, length, config["vocab_size"])
@@ -80,7 +80,7 @@ def test_recorded_arrays_agree_with_each_other(name, expected):
             assert indices.shape == weights.shape == (length, chosen)
             assert (np.diff(weights) <= 0).all()
             assert all(len(set(row)) == chosen for row in indices.tolist())
-            if config.get("norm_topk_prob", config["model_type"] == "mixtral"):
+            if config.get("norm_topk_prob", config["model_type"] in ("mixtral", "qwen3_5_moe_text")):
                 np.testing.assert_allclose(weights.sum(-1), config.get("routed_scaling_factor", 1), atol=1e-6)
 
 
@@ -159,8 +159,9 @@ def test_shards_are_listed_by_the_index_and_stay_under_the_limit(tiny):
 def test_transformers_reads_the_config(name, tiny):
     from transformers import AutoConfig
 
-    config, written = AutoConfig.from_pretrained(tiny(name)), RECIPES[name].config
-    assert config.model_type == written["model_type"]
+    config = AutoConfig.from_pretrained(tiny(name))
+    assert config.model_type == RECIPES[name].config["model_type"]
+    config, written = config.get_text_config(decoder=True), RECIPES[name].text_config
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     counts = {getattr(config, key, None) or written[key] for key in names if key in written}
     assert counts == {written[key] for key in names if key in written}

@@ -21,7 +21,7 @@ Arrays of ``tests/data/<name>.npz``, float32 or int64 (T prompt tokens, V vocabu
     batch_position_ids [2,T]      counted from the first real token
     batch_logits [2,T,V]          one pass, no cache; the rows of padding mean nothing
     hidden/<i> [1,T,D]            i = 0 embedding, i = 1.. after layer i-1; the last one is after the final norm
-    attn/<i> [1,T,D]              output of layer i's attention (or Mamba) block, before the residual
+    attn/<i> [1,T,D]              output of layer i's attention (or recurrent) block, before the residual
     moe/<i> [1,T,D]               output of layer i's feed-forward block (dense or sparse), before the residual
     router/<i>/indices [T,K]      experts that sparse layer i chose, by descending weight, then ascending id
     router/<i>/weights [T,K]      the weights their outputs are multiplied with
@@ -45,11 +45,18 @@ import numpy as np
 import tiny_recipes
 import tiny_recipes_fused
 import tiny_recipes_nllb
+import tiny_recipes_quantised
 import tiny_recipes_qwen3_5
 from safetensors.numpy import save_file
 from tiny_recipes import Recipe, Tensors, initial_value
 
-RECIPES = tiny_recipes.RECIPES | tiny_recipes_fused.RECIPES | tiny_recipes_nllb.RECIPES | tiny_recipes_qwen3_5.RECIPES
+RECIPES = (
+    tiny_recipes.RECIPES
+    | tiny_recipes_fused.RECIPES
+    | tiny_recipes_nllb.RECIPES
+    | tiny_recipes_quantised.RECIPES
+    | tiny_recipes_qwen3_5.RECIPES
+)
 DATA = Path(__file__).resolve().parent / "data"
 NEW_TOKENS = 8
 LEFT_PADDING = 5
@@ -73,12 +80,12 @@ def checkpoint_tensors(name: str, unpacked: bool = False) -> Tensors:
     unpacked: the values of a packed format as floating-point tensors.
     """
     r = recipe(name)
-    tied = r.config["tie_word_embeddings"]
+    tied = r.text_config["tie_word_embeddings"]
     value_of = r.value or initial_value
     parameters = {key: value_of(key, shape, tied) for key, shape in r.parameters(r.config)}
     layout = r.float_layout if unpacked else r.layout
     return {
-        key: np.ascontiguousarray(value if value.dtype == np.uint8 else value.astype(r.dtype))
+        key: np.ascontiguousarray(value.astype(r.dtype) if value.dtype == np.float32 else value)
         for key, value in layout(parameters).items()
     }
 
@@ -119,7 +126,7 @@ def build(name: str, directory: str | Path, unpacked: bool = False) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     config = {k: v for k, v in r.config.items() if not (unpacked and k == "quantization_config")}
     _write_json(directory / "config.json", config | {"dtype": np.dtype(r.dtype).name})
-    special = {k: v for k, v in r.config.items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special = {k: v for k, v in r.text_config.items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(directory / "generation_config.json", {"_from_model_config": True} | special)
 
     tensors = checkpoint_tensors(name, unpacked)
@@ -178,8 +185,8 @@ class _Recorder:
         self.arrays: Tensors = {}
         self._handles = []
         for path, module in model.named_modules():
-            if match := re.search(r"layers\.(\d+)\.(self_attn|mamba|mlp|feed_forward)$", path):
-                kind = "attn" if match[2] in ("self_attn", "mamba") else "moe"
+            if match := re.search(r"layers\.(\d+)\.(self_attn|linear_attn|mamba|mlp|feed_forward)$", path):
+                kind = "moe" if match[2] in ("mlp", "feed_forward") else "attn"
                 self._handles.append(module.register_forward_hook(self._block(f"{kind}/{match[1]}")))
             elif match := re.search(r"blocks\.(\d+)\.(norm_attn_norm\.attn|ffn)$", path):  # DBRX
                 kind = "moe" if match[2] == "ffn" else "attn"

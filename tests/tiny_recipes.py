@@ -106,14 +106,14 @@ def _attention(prefix: str, config: dict) -> Shapes:
         yield f"{prefix}.k_norm.weight", (kv_heads * head_dim,)
 
 
-def _glu_experts(prefix: str, config: dict, experts: int, expert_width: int) -> Shapes:
+def glu_experts(prefix: str, config: dict, experts: int, expert_width: int) -> Shapes:
     width = config["hidden_size"]
     yield f"{prefix}.gate.weight", (experts, width)
     yield f"{prefix}.experts.gate_up_proj", (experts, 2 * expert_width, width)
     yield f"{prefix}.experts.down_proj", (experts, width, expert_width)
 
 
-def _dense_mlp(prefix: str, config: dict) -> Shapes:
+def dense_mlp(prefix: str, config: dict) -> Shapes:
     width, inner = config["hidden_size"], config["intermediate_size"]
     yield f"{prefix}.gate_proj.weight", (inner, width)
     yield f"{prefix}.up_proj.weight", (inner, width)
@@ -133,9 +133,7 @@ def decoder_parameters(config: dict) -> Shapes:
         yield f"{layer}.post_attention_layernorm.weight", (width,)
         sparse = i not in config.get("mlp_only_layers", ()) and (i + 1) % config.get("decoder_sparse_step", 1) == 0
         yield from (
-            _glu_experts(f"{layer}.mlp", config, experts, expert_width)
-            if sparse
-            else _dense_mlp(f"{layer}.mlp", config)
+            glu_experts(f"{layer}.mlp", config, experts, expert_width) if sparse else dense_mlp(f"{layer}.mlp", config)
         )
     yield "model.norm.weight", (width,)
     if not config["tie_word_embeddings"]:
@@ -167,13 +165,13 @@ def deepseek_parameters(config: dict) -> Shapes:
         yield from _latent_attention(f"{layer}.self_attn", config)
         yield f"{layer}.post_attention_layernorm.weight", (width,)
         if i < config["first_k_dense_replace"]:
-            yield from _dense_mlp(f"{layer}.mlp", config)
+            yield from dense_mlp(f"{layer}.mlp", config)
             continue
-        yield from _glu_experts(f"{layer}.mlp", config, config["n_routed_experts"], expert_width)
+        yield from glu_experts(f"{layer}.mlp", config, config["n_routed_experts"], expert_width)
         if config["model_type"] == "deepseek_v3":
             yield f"{layer}.mlp.gate.e_score_correction_bias", (config["n_routed_experts"],)
         shared = {"hidden_size": width, "intermediate_size": expert_width * config["n_shared_experts"]}
-        yield from _dense_mlp(f"{layer}.mlp.shared_experts", shared)
+        yield from dense_mlp(f"{layer}.mlp.shared_experts", shared)
     yield "model.norm.weight", (width,)
     yield "lm_head.weight", (vocabulary, width)
 
@@ -211,7 +209,7 @@ def jamba_parameters(config: dict) -> Shapes:
             yield f"{layer}.feed_forward.experts.gate_up_proj", (config["num_experts"], 2 * inner, width)
             yield f"{layer}.feed_forward.experts.down_proj", (config["num_experts"], width, inner)
         else:
-            yield from _dense_mlp(f"{layer}.feed_forward", config)
+            yield from dense_mlp(f"{layer}.feed_forward", config)
     yield "model.final_layernorm.weight", (width,)
     yield "lm_head.weight", (vocabulary, width)
 
