@@ -92,13 +92,13 @@ class ExpertSpec:
     def activate(self, first: jax.Array, up: jax.Array | None = None) -> jax.Array:
         """Hidden values, float32, of the float32 products `first` (gate) and `up`; without a gate of `first` alone.
 
-        Also traced inside the kernels.
+        Also traced inside the kernels, where minimum and maximum would turn NaN into a number.
         """
         if self.activation == "relu":
-            return jnp.maximum(first, 0)
+            return jnp.where(first < 0, 0, first)
         gate = first
         if self.limit is not None:
-            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+            gate, up = _at_most(gate, self.limit), -_at_most(-_at_most(up, self.limit), self.limit)
         if self.activation == "clamped_swiglu":
             return (up + 1) * (gate * jax.nn.sigmoid(gate * self.alpha))
         return gate * jax.nn.sigmoid(gate) * up
@@ -107,6 +107,11 @@ class ExpertSpec:
         """Why the kernels do not serve these experts, one clause; None if they do."""
         packed = [form.name for form in (self.gate_up, self.down) if not isinstance(form, Dense)]
         return f"no kernel reads {packed[0]} rows" if packed else None
+
+
+def _at_most(x, limit):
+    """min(x, limit), NaN where x is."""
+    return jnp.where(x > limit, limit, x)
 
 
 SILU = ExpertSpec()

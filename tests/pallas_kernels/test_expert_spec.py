@@ -1,6 +1,7 @@
 """Experts of every activation and row format: all implementations against a float64 definition."""
 
 import functools
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -177,6 +178,16 @@ def test_nan_and_infinity_reach_the_output(implementation, spec):
     assert np.isnan(y[0, 0]).all() and np.isfinite(y[0, 1]).all()
     np.testing.assert_array_equal(np.isfinite(y[0, 2]), np.isfinite(wanted[2]))
     close(y[0, 1], wanted[1], "float32")
+
+
+@pytest.mark.parametrize("spec", [SILU, OSS, V4, RELU], ids=lambda s: s.activation)
+def test_activations_have_no_minimum_or_maximum(spec):
+    """Pallas-Triton lowers those to instructions that drop NaN on a GPU, which the interpreter does not show."""
+    z = [jnp.array([np.nan, 1], jnp.float32)] * (1 + spec.gated)
+    operations = set(re.findall(r"= (\w+)", str(jax.make_jaxpr(spec.activate)(*z))))  # those of inner functions too
+    assert operations and not operations & {"min", "max", "clamp"}
+    assert "max" in re.findall(r"= (\w+)", str(jax.make_jaxpr(functools.partial(jnp.clip, min=0))(z[0])))
+    assert np.isnan(spec.activate(*z)[0])
 
 
 def test_parts_of_a_row():
