@@ -1,11 +1,11 @@
-"""Causal grouped-query attention: over KV pages in plain XLA, over a fresh chunk through cuDNN, and the module.
+"""Causal grouped-query attention: over KV pages in XLA or a kernel, over a fresh chunk through cuDNN, and the module.
 
 N query heads share G key/value heads, R = N / G queries a group; keys and values are never repeated in memory.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,12 @@ from jax import Array, lax
 from moe_jax.engine.kv_cache import PagedKV
 from moe_jax.layers.linear import Linear, matmul_precision
 from moe_jax.layers.rope import apply_rope
+from pallas_kernels.paged_attention import paged_decode_attention
 
-Implementation = Literal["xla", "cudnn"]
+Implementation = Literal["xla", "cudnn", "pallas", "interpret"]
+
+# Those that run the kernel of `pallas_kernels.paged_attention`: one new token a sequence.
+KERNELS = ("pallas", "interpret")
 
 # Largest score tensor [B, N, T, S] made at once, in elements: 256 MiB of float32. Longer prefills go by query blocks.
 MAX_SCORES = 1 << 26
@@ -33,7 +37,8 @@ class AttentionCall:
         positions: [B, T] int32, position of each new token in its sequence; ascending along a row.
         live: [B, T] bool, false for padding; the live tokens of a row come first.
         cos, sin: [B, T, H/2] rotary tables of `positions`, or None in a model without positions.
-        implementation: "xla" reads the pages; "cudnn" reads the fresh chunk, which must start at position 0.
+        implementation: "xla" reads the pages; "cudnn" reads the fresh chunk, which must start at position 0; "pallas"
+            reads the pages in a kernel, one new token a sequence ("interpret": in Pallas' interpreter).
     """
 
     positions: Array
@@ -46,16 +51,27 @@ class AttentionCall:
 def choose_implementation(
     *, platform: str, dtype, tokens: int, from_zero: bool, head_dim: int, sinks: bool = False
 ) -> Implementation:
-    """Attention code for a chunk of `tokens` new tokens a sequence: cuDNN where it applies, else XLA over pages.
+    """Attention code for `tokens` new tokens a sequence: on a GPU the decode kernel for one, cuDNN for more where it
+    applies; else XLA over pages.
 
     cuDNN's fused kernel needs a GPU, a 16-bit dtype, a supported head width, and a chunk that attends to itself alone
     (`from_zero`: every sequence starts at position 0). It knows no `sinks`; its log-sum-exp, which would allow to add
     them afterwards, comes rounded to the compute dtype.
     """
+    on_gpu = platform in ("gpu", "cuda")
+    if on_gpu and tokens == 1:
+        return "pallas"
     narrow = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
     fits = head_dim % 8 == 0 and head_dim <= CUDNN_MAX_HEAD_DIM
-    applies = narrow and fits and tokens > 1 and from_zero and not sinks
-    return "cudnn" if platform in ("gpu", "cuda") and applies else "xla"
+    applies = narrow and fits and from_zero and not sinks
+    return "cudnn" if on_gpu and applies else "xla"
+
+
+def one_token(q: Array) -> Array:
+    """q [B, 1, ...] -> [B, ...]; raises ValueError for more tokens, which the decode kernel does not take."""
+    if q.shape[1] != 1:
+        raise ValueError(f"{q.shape[1]} new tokens a sequence: the decode kernel takes one")
+    return q[:, 0]
 
 
 def fresh_attention(
@@ -294,10 +310,25 @@ class GroupedQueryAttention(nnx.Module):
                 raise ValueError("attention implementation 'cudnn' knows no sinks: must be 'xla'")
             if call.implementation == "cudnn":
                 out = fresh_attention(q, k, v, call.live, window=self.window, scale=scale, implementation="cudnn")
+            elif call.implementation in KERNELS:
+                pages = kv.pages[self.layer]
+                out = paged_decode_attention(
+                    (one_token(q),),
+                    (pages["k"],),
+                    pages["v"],
+                    kv.page_table,
+                    kv.lengths,
+                    scale=scale,
+                    window=self.window,
+                    sinks=sinks,
+                    implementation=call.implementation,
+                )[:, None]
             elif call.implementation == "xla":
                 out = paged_attention(q, kv, self.layer, call.positions, window=self.window, scale=scale, sinks=sinks)
             else:
-                raise ValueError(f'attention implementation {call.implementation!r}: must be "xla" or "cudnn"')
+                raise ValueError(
+                    f"attention implementation {call.implementation!r}: must be one of {get_args(Implementation)}"
+                )
         with jax.named_scope("attention_out"):
             if self.gated:
                 out = out * jax.nn.sigmoid(gate)

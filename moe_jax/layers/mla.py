@@ -5,16 +5,26 @@ linear in the latent: k_n = [U_n c, k_rope], v_n = V_n c. Prefill expands them; 
 behind the sum over tokens ("absorbed"), so that it reads latents only: R + Hr numbers a token in place of N (H + Hv).
 """
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from moe_jax.engine.kv_cache import LayerCache, PagedKV
-from moe_jax.layers.attention import AttentionCall, blocked_attention, fresh_attention
+from moe_jax.layers.attention import (
+    KERNELS,
+    AttentionCall,
+    Implementation,
+    blocked_attention,
+    fresh_attention,
+    one_token,
+)
 from moe_jax.layers.linear import Linear, matmul_precision
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import apply_rope, apply_rope_pairs
+from pallas_kernels.paged_attention import paged_decode_attention
 
 # The norms inside MLA take transformers' default, whatever `rms_norm_eps` says.
 LATENT_NORM_EPS = 1e-6
@@ -132,8 +142,21 @@ class LatentAttention(nnx.Module):
         q_latent = jnp.einsum(
             "btnh,nhr->btnr", q_nope, to_key, precision=precision, preferred_element_type=jnp.float32
         ).astype(q_nope.dtype)
-        latent, k_rope = kv.gather(self.layer, "latent"), kv.gather(self.layer, "k_rope")
-        out = latent_attention(q_latent, q_rope, latent, k_rope, call.positions, kv.lengths, scale=self.scale)
+        if call.implementation in KERNELS:
+            pools = kv.pages[self.layer]
+            latents, rotary = (pools[name][:, :, None] for name in ("latent", "k_rope"))  # one key head
+            out = paged_decode_attention(
+                (one_token(q_latent), one_token(q_rope)),
+                (latents, rotary),
+                latents,
+                kv.page_table,
+                kv.lengths,
+                scale=self.scale,
+                implementation=call.implementation,
+            )[:, None]
+        else:
+            latent, k_rope = kv.gather(self.layer, "latent"), kv.gather(self.layer, "k_rope")
+            out = latent_attention(q_latent, q_rope, latent, k_rope, call.positions, kv.lengths, scale=self.scale)
         return jnp.einsum(
             "btnr,nvr->btnv", out, to_value, precision=precision, preferred_element_type=jnp.float32
         ).astype(q_nope.dtype)
@@ -165,9 +188,11 @@ class LatentAttention(nnx.Module):
             kv = kv.write(self.layer, {"latent": latent, "k_rope": k_rope}, call.positions, call.live)
             kv = kv.settled(self.layer)
         with jax.named_scope("attention"):
-            if call.implementation not in ("xla", "cudnn"):
-                raise ValueError(f'attention implementation {call.implementation!r}: must be "xla" or "cudnn"')
-            if T == 1:
+            if call.implementation not in get_args(Implementation):
+                raise ValueError(
+                    f"attention implementation {call.implementation!r}: must be one of {get_args(Implementation)}"
+                )
+            if T == 1 or call.implementation in KERNELS:
                 out = self._absorbed(q_nope, q_rope, kv, call)
             else:
                 q = jnp.concatenate([q_nope, q_rope], axis=-1)

@@ -143,12 +143,39 @@ def test_choose_implementation():
     for change in (
         {"platform": "cpu"},
         {"dtype": jnp.float32},
-        {"tokens": 1},
         {"from_zero": False},
         {"head_dim": 256},
         {"head_dim": 12},
     ):
         assert choose_implementation(**{**fits, **change}) == "xla", change
+    for change in ({}, {"dtype": jnp.float32}, {"from_zero": False}, {"head_dim": 256}, {"sinks": True}):
+        assert choose_implementation(**{**fits, "tokens": 1, **change}) == "pallas", change
+    assert choose_implementation(**{**fits, "tokens": 1, "platform": "cpu"}) == "xla"
+
+
+@pytest.mark.parametrize("sinks", (False, True))
+@pytest.mark.parametrize("window", (None, 5))
+def test_the_decode_kernel_in_a_layer_equals_xla(window, sinks):
+    lengths = [12, 7]
+    layer = GroupedQueryAttention(
+        16, N, G, H, jnp.float32, layer=0, window=window, sinks=sinks, std=0.5, rngs=nnx.Rngs(0)
+    )
+    kv, _, _ = filled_cache(lengths, pages=4, garbage=np.nan)
+    positions = jnp.array(lengths, jnp.int32)[:, None]
+    live = jnp.array([[True], [False]])
+    x = jnp.asarray(np.random.default_rng(4).standard_normal((2, 1, 16)), jnp.float32)
+    results = {}
+    for name in ("xla", "interpret"):
+        call = AttentionCall(positions, live, None, None, name)
+        results[name], _ = layer(x, kv.extend(live), call)
+    np.testing.assert_allclose(results["interpret"][0], results["xla"][0], atol=2e-6)
+    assert np.all(np.isfinite(results["interpret"]))
+    with pytest.raises(ValueError, match="2 new tokens a sequence: the decode kernel takes one"):
+        layer(
+            jnp.ones((1, 2, 16)),
+            kv,
+            AttentionCall(jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool), None, None, name),
+        )
 
 
 def test_unknown_implementation_is_an_error():

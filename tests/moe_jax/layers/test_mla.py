@@ -80,6 +80,19 @@ def test_decode_over_latents_equals_prefill_over_expanded_heads(q_rank):
         np.testing.assert_allclose(kv.gather(0, name)[:, :T], steps.gather(0, name)[:, :T], atol=1e-5)
 
 
+def test_the_decode_kernel_equals_xla():
+    attention = layer(7)
+    x = jnp.asarray(np.random.default_rng(8).standard_normal((2, 6, D)), jnp.float32)
+    _, kv = feed(attention, x, cache([7, 7], 2, np.nan), 0)
+    positions, live = jnp.full((2, 1), 6), jnp.ones((2, 1), bool)
+    kv = kv.extend(live)
+    wanted, _ = attention(x[:, :1], kv, call(positions, live))
+    out, _ = attention(x[:, :1], kv, call(positions, live, "interpret"))
+    np.testing.assert_allclose(out, wanted, atol=2e-6)
+    with pytest.raises(ValueError, match="6 new tokens a sequence: the decode kernel takes one"):
+        attention(x, kv, call(jnp.zeros((2, 6), jnp.int32), jnp.ones((2, 6), bool), "interpret"))
+
+
 def test_latent_attention_is_attention_with_the_up_projections_moved():
     """k_n = [U_n c, k_rope] and v_n = V_n c, spelt out in float64."""
     rng = np.random.default_rng(3)
