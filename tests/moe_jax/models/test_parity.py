@@ -19,14 +19,20 @@ NAMES = (
     "gpt_oss",
     "gpt_oss_mxfp4",
     "dbrx",
+    "qwen3_5_moe",
+    "qwen3_5_moe_vl",
+    "qwen3_5_moe_released",
 )
+RECURRENT = ("jamba", "qwen3_5_moe")
 SIGMOID_ROUTERS = ("deepseek_v3",)
 TOLERANCE = 1e-4  # logits have a standard deviation of about 2.5
 
 
-def close(actual, wanted, what: str) -> None:
+def close(name: str, actual, wanted, what: str) -> None:
     difference = np.max(np.abs(np.asarray(actual, np.float64) - np.asarray(wanted, np.float64)))
-    assert difference <= TOLERANCE, f"{what}: differs by {difference:.2e}"
+    # Gated DeltaNet divides outputs by their own length, however small: float32 noise grows.
+    allowed = 5e-4 if name.startswith("qwen3_5_moe") else TOLERANCE
+    assert difference <= allowed, f"{what}: differs by {difference:.2e}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,18 +44,18 @@ def test_every_module_equals_transformers(name, load_tiny, expected):
 
     layers = tiny.cfg.num_hidden_layers
     for i in range(layers + 1):
-        close(seen[f"hidden/{i}"], want[f"hidden/{i}"], f"hidden/{i}")
+        close(name, seen[f"hidden/{i}"], want[f"hidden/{i}"], f"hidden/{i}")
     for i in range(layers):
-        close(seen[f"attn/{i}"], want[f"attn/{i}"], f"attn/{i}")
-        close(seen[f"mlp/{i}"], want[f"moe/{i}"], f"mlp/{i}")
+        close(name, seen[f"attn/{i}"], want[f"attn/{i}"], f"attn/{i}")
+        close(name, seen[f"mlp/{i}"], want[f"moe/{i}"], f"mlp/{i}")
     sparse = [i for i in range(layers) if f"router/{i}/indices" in want]
     assert list(tiny.cfg.moe_layers) == sparse
     for i in sparse:
         np.testing.assert_array_equal(seen[f"router/{i}/ids"], want[f"router/{i}/indices"])
-        close(seen[f"router/{i}/weights"], want[f"router/{i}/weights"], f"router/{i}/weights")
+        close(name, seen[f"router/{i}/weights"], want[f"router/{i}/weights"], f"router/{i}/weights")
         if name not in SIGMOID_ROUTERS:
-            close(jnp.sum(seen[f"router/{i}/scores"], axis=-1), np.ones(T), f"router/{i}/scores")
-    close(logits, want["logits"], "logits")
+            close(name, jnp.sum(seen[f"router/{i}/scores"], axis=-1), np.ones(T), f"router/{i}/scores")
+    close(name, logits, want["logits"], "logits")
     assert logits.dtype == jnp.float32
     assert int(calls) == len(sparse)
     assert kv.lengths.tolist() == [T]
@@ -62,7 +68,7 @@ def test_greedy_decode_through_the_cache_equals_transformers(name, load_tiny, ex
     T = ids.shape[1]
     logits, kv, _, _ = tiny(ids, np.arange(T)[None], np.ones((1, T)), tiny.cache([T + steps]), last_only=True)
     assert logits.shape[:2] == (1, 1)
-    close(logits[0, 0], want["gen_logits"][0], "first step")
+    close(name, logits[0, 0], want["gen_logits"][0], "first step")
 
     @jax.jit
     def decode(params, slabs, logits, kv):
@@ -80,12 +86,23 @@ def test_greedy_decode_through_the_cache_equals_transformers(name, load_tiny, ex
 
     _, _, kv, all_logits, all_ids = decode(tiny.params, tiny.slabs, logits[:, 0], kv)
     np.testing.assert_array_equal(all_ids, want["gen_ids"].ravel())
-    close(all_logits, want["gen_logits"], "gen_logits")
+    close(name, all_logits, want["gen_logits"], "gen_logits")
     assert kv.lengths.tolist() == [T + steps]
 
 
 @pytest.mark.parametrize(
-    "name", ("mixtral_swa_tied", "qwen3_moe", "olmoe", "deepseek_v2_lite", "deepseek_v3", "jamba", "gpt_oss", "dbrx")
+    "name",
+    (
+        "mixtral_swa_tied",
+        "qwen3_moe",
+        "olmoe",
+        "deepseek_v2_lite",
+        "deepseek_v3",
+        "jamba",
+        "gpt_oss",
+        "dbrx",
+        "qwen3_5_moe",
+    ),
 )
 def test_batch_of_unequal_prompts_equals_the_left_padded_batch(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
@@ -100,14 +117,14 @@ def test_batch_of_unequal_prompts_equals_the_left_padded_batch(name, load_tiny, 
     logits, kv, _, _ = tiny(tokens, positions, live, tiny.cache([T, T]))
     assert kv.lengths.tolist() == lengths.tolist()
     for row in range(2):
-        close(logits[row, : lengths[row]], want["batch_logits"][row, mask[row]], f"row {row}")
+        close(name, logits[row, : lengths[row]], want["batch_logits"][row, mask[row]], f"row {row}")
 
     last, _, _, _ = tiny(tokens, positions, live, tiny.cache([T, T]), last_only=True)
     for row in range(2):
-        close(last[row, 0], want["batch_logits"][row, mask[row]][-1], f"last of row {row}")
+        close(name, last[row, 0], want["batch_logits"][row, mask[row]][-1], f"last of row {row}")
 
 
-@pytest.mark.parametrize("name", ("mixtral_swa_tied", "qwen3_moe", "deepseek_v2", "jamba", "gpt_oss"))
+@pytest.mark.parametrize("name", ("mixtral_swa_tied", "qwen3_moe", "deepseek_v2", "jamba", "gpt_oss", "qwen3_5_moe_vl"))
 def test_prefill_in_padded_chunks_equals_one_pass(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
     ids = want["input_ids"]
@@ -119,11 +136,11 @@ def test_prefill_in_padded_chunks_equals_one_pass(name, load_tiny, expected):
         tokens[:, :count] = ids[:, start : start + count]
         live = np.arange(chunk)[None] < count
         logits, kv, _, _ = tiny(tokens, start + np.arange(chunk)[None], live, kv)
-        close(logits[:, :count], want["logits"][:, start : start + count], f"chunk at {start}")
+        close(name, logits[:, :count], want["logits"][:, start : start + count], f"chunk at {start}")
     assert kv.lengths.tolist() == [T]
 
 
-@pytest.mark.parametrize("name", ("qwen3_moe", "jamba"))
+@pytest.mark.parametrize("name", ("qwen3_moe", "jamba", "qwen3_5_moe"))
 def test_a_finished_row_changes_nothing_for_the_others(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
     ids = np.concatenate([want["input_ids"], want["input_ids"][:, ::-1]])
@@ -132,12 +149,12 @@ def test_a_finished_row_changes_nothing_for_the_others(name, load_tiny, expected
     _, kv, _, _ = tiny(ids, positions, np.ones((2, T)), tiny.cache([T + 1, T + 1]))
     second_row = [np.asarray(pool)[np.asarray(kv.page_table[1])] for pool in jax.tree.leaves(kv.pages)]
     states = [np.asarray(state[1]) for state in jax.tree.leaves(kv.states)]
-    assert bool(states) == (name == "jamba") and all(np.any(state) for state in states)
+    assert bool(states) == (name in RECURRENT) and all(np.any(state) for state in states)
 
     token = want["gen_ids"].reshape(-1, 1)[:1]
     step = np.concatenate([token, token])
     logits, kv, _, _ = tiny(step, np.full((2, 1), T), np.array([[True], [False]]), kv)
-    close(logits[0, 0], want["gen_logits"][1], "live row")
+    close(name, logits[0, 0], want["gen_logits"][1], "live row")
     assert kv.lengths.tolist() == [T + 1, T]
     for before, pool in zip(second_row, jax.tree.leaves(kv.pages), strict=True):
         np.testing.assert_array_equal(before, np.asarray(pool)[np.asarray(kv.page_table[1])])
@@ -147,7 +164,7 @@ def test_a_finished_row_changes_nothing_for_the_others(name, load_tiny, expected
 
 
 @pytest.mark.parametrize("tokens", (1, 8), ids=("decode", "prefill"))
-@pytest.mark.parametrize("name", ("qwen3_moe", "deepseek_v2_lite", "jamba"))
+@pytest.mark.parametrize("name", ("qwen3_moe", "deepseek_v2_lite", "jamba", "qwen3_5_moe"))
 def test_pools_are_updated_in_place(name, tokens, load_tiny):
     tiny = load_tiny(name)
     kv = tiny.cache([52])  # 14 pages: no other array of the step has a pool's shape
@@ -163,7 +180,7 @@ def test_pools_are_updated_in_place(name, tokens, load_tiny):
         assert f"f32[{shape}]" in text
         assert not [line.strip() for line in text.splitlines() if f"f32[{shape}]" in line and " copy(" in line]
     states = sum(state.nbytes for state in jax.tree.leaves(kv.states))
-    assert bool(states) == (name == "jamba")
+    assert bool(states) == (name in RECURRENT)
     assert compiled.memory_analysis().alias_size_in_bytes >= kv.bytes + states
 
 
