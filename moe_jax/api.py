@@ -32,6 +32,7 @@ from moe_jax.errors import CheckpointError, ConfigError, InputError, MoEJaxError
 from moe_jax.generation.inputs import PreparedBatch, assemble, prepare
 from moe_jax.generation.sampling import SamplingParams
 from moe_jax.generation.text import IncrementalDecoder, StreamerFeed, load_tokenizer, require_tokenizer
+from moe_jax.models.config import text_settings
 from moe_jax.replay import replay
 from moe_jax.session import Session, steps
 
@@ -85,7 +86,7 @@ class MoE:
         with Checkpoint.open(directory) as files:
             parts = read_parts(files, config, progress)
             self.generation_config = files.generation_config
-            self._hf_config = files.config
+            self._hf_config = text_settings(files.config)
             self.fingerprint = files.fingerprint()
             self._setup(parts, config, policy, progress)
         # Rows are read once, into the pool or the slots: the files are closed now.

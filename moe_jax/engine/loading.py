@@ -16,6 +16,7 @@ from moe_jax.checkpoint import Checkpoint, load_params, map_checkpoint
 from moe_jax.config import OffloadConfig
 from moe_jax.engine.engine import Engine, power_of_two
 from moe_jax.errors import CheckpointError, ConfigError
+from moe_jax.models.config import text_settings
 from moe_jax.models.registry import abstract_params, family_for, targets
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ def compute_dtype(config: OffloadConfig, checkpoint: Checkpoint) -> np.dtype:
     """The configured dtype, or the checkpoint's (config.json's `dtype` or `torch_dtype`, else that of its tensors)."""
     name = config.dtype
     if name == "auto":
-        name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+        settings = text_settings(checkpoint.config)
+        name = settings.get("dtype") or settings.get("torch_dtype")
     if name in (None, "auto"):
         name = str(checkpoint.info(checkpoint.names()[0]).dtype)
     if name not in ("float32", "bfloat16", "float16"):
