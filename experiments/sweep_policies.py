@@ -64,7 +64,7 @@ class Cell(NamedTuple):
 
 MEASURES = ("tokens", "steps", "hits", "misses", "accesses", "lookups", "bypasses", "evictions")
 # Columns of results.csv and .parquet, with the type that a cell of the text is read as. `counters` is JSON of
-# `Result.counters` [2, L, 5], `steps_by_phase` and `tokens_by_phase` of two integers.
+# `Result.counters` [2, L, 6], `steps_by_phase` and `tokens_by_phase` of two integers.
 COLUMNS = {
     **{name: int if name in ("slots_per_layer", "seed") else str for name in Cell._fields},
     **{"L": int, "E": int, "K": int, "share": float, "hit_rate": float},

@@ -543,7 +543,7 @@ def _result(uses, capacities, block, row_bytes, hit, kept, overflow, events):
     of_event = [np.bincount(uses.event[mark], minlength=uses.n_events) for mark in (hit, miss, miss & ~kept)]
     evictions = overflow - of_event[2]  # what found no slot either was bypassed or had one before
     lookups = np.repeat(table.rows * table.K, L)
-    per_event = np.stack([*of_event, evictions, lookups], -1).reshape(table.S, L, len(COUNTERS))
+    per_event = np.stack([*of_event, evictions, of_event[1] > 0, lookups], -1).reshape(table.S, L, len(COUNTERS))
     counters = np.stack([per_event[table.phase == phase].sum(0) for phase in (0, 1)])
     log = None
     if events:

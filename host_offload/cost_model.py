@@ -1,15 +1,17 @@
 """What a decode step costs on a machine: measured once, then applied to simulated caches.
 
     step time = all-hit time
-              + misses * miss time
-              + policy's host time beyond the calibrated policy's   (callback transport)
+              + miss events * event time + misses * miss time
+              + events without a miss * policy's host time beyond the calibrated policy's   (callback transport)
               + (bytes of the experts used - those used in calibration) / memory rate
 
 The all-hit time holds kernels, launches, the router, attention, the head and, in the callback transport, the host's
-part of every event. `miss time` is what one more missed expert adds, a copy's fixed cost included. Both are measured
-on the running engine by `python experiments/calibrate.py`, which writes the JSON file that `CostModel.load` reads.
-Misses of an event are served one after the other on one link and nothing hides them, so their times add up (prefetch:
-`host_offload/prefetch_sim.py`). All times are seconds, all sizes bytes, all rates bytes a second unless a name says
+part of every event. `miss time` is what one more missed expert adds to an event, `event time` what an event with any
+miss takes beside its rows: until the first copy runs and after the last one. All three are measured on the running
+engine by `python experiments/calibrate.py`, which writes the JSON file that `CostModel.load` reads. Misses of an event
+are served one after the other on one link and nothing hides them, so their times add up (prefetch:
+`host_offload/prefetch_sim.py`). Where a miss makes the device wait, the host decides meanwhile, so a slow policy costs
+time only at events without one. All times are seconds, all sizes bytes, all rates bytes a second unless a name says
 otherwise.
 """
 
@@ -23,6 +25,8 @@ import numpy as np
 
 FORMAT = "moe-jax-cost-model"
 VERSION = 1
+# Levels whose misses an event differ by less than this share do not tell the cost of an event from that of its misses.
+MIN_SPREAD = 0.05
 
 
 class CostModelError(ValueError):
@@ -80,7 +84,8 @@ class DecodeCost:
 
     all_hit_seconds: a step in which every expert hits. miss_seconds: what one missed expert adds. L, K: MoE layers and
     experts a token. row_bytes: bytes of an expert. policy: the policy that ran. fit_error: largest relative error of
-    the fit at the points it was made from.
+    the fit at the points it was made from. event_seconds: what an event with any miss adds beside its rows; below 0
+    where copies hide what an all-hit event would wait for.
     """
 
     all_hit_seconds: float
@@ -90,22 +95,29 @@ class DecodeCost:
     row_bytes: int
     policy: str
     fit_error: float = 0.0
+    event_seconds: float = 0.0
 
     def __post_init__(self):
         for field in ("all_hit_seconds", "miss_seconds"):
             _check_number(field, getattr(self, field), positive=field == "all_hit_seconds")
         _check_number("fit_error", self.fit_error)
+        if not isinstance(self.event_seconds, int | float) or not math.isfinite(self.event_seconds):
+            raise CostModelError(f"event_seconds: {self.event_seconds!r} is not a finite number")
         for field in ("L", "K", "row_bytes"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CostModelError(f"{field}: {value!r} is not an integer of at least 1")
 
     @classmethod
-    def fit(cls, misses: Sequence[float], seconds: Sequence[float], **geometry) -> "DecodeCost":
+    def fit(
+        cls, misses: Sequence[float], seconds: Sequence[float], miss_events: Sequence[float] | None = None, **geometry
+    ) -> "DecodeCost":
         """From measured levels: `misses` a step (one level must have none) and `seconds` a step of each.
 
-        The line seconds = all_hit + miss * misses with the least squared relative error. Raises CostModelError
-        without a level of no misses and one of some, or if misses cost nothing.
+        seconds = all_hit + event * miss_events + miss * misses with the least squared relative error; `miss_events` are
+        events with a miss a step. Where they are None, or proportional to the misses at the levels given, the event's
+        part is in the miss. Raises CostModelError without a level of no misses and one of some, if misses cost nothing,
+        or if miss_events contradict misses.
         """
         misses, seconds = np.asarray(misses, np.float64), np.asarray(seconds, np.float64)
         if misses.shape != seconds.shape or not (misses == 0).any() or not (misses > 0).any():
@@ -114,15 +126,26 @@ class DecodeCost:
             )
         if not (seconds > 0).all():
             raise CostModelError(f"decode: times must be positive, got {seconds.tolist()}")
-        columns = np.stack([np.ones_like(misses), misses], axis=1) / seconds[:, None]
-        all_hit, miss = np.linalg.lstsq(columns, np.ones_like(misses), rcond=None)[0]
+        columns = [np.ones_like(misses), misses]
+        if miss_events is not None:
+            events = np.asarray(miss_events, np.float64)
+            if events.shape != misses.shape or (events > misses).any() or ((events > 0) != (misses > 0)).any():
+                raise CostModelError(
+                    f"decode: miss_events {events.tolist()} contradict misses {misses.tolist()}: an event with a miss "
+                    "has at least one"
+                )
+            ratio = events[misses > 0] / misses[misses > 0]
+            if np.ptp(ratio) > MIN_SPREAD * ratio.max():  # else the two cannot be told apart
+                columns.append(events)
+        weighted = np.stack(columns, axis=1) / seconds[:, None]
+        all_hit, miss, event = np.append(np.linalg.lstsq(weighted, np.ones_like(misses), rcond=None)[0], 0.0)[:3]
         if miss <= 0:
             raise CostModelError(
                 f"decode: steps with more misses took no longer ({seconds.tolist()} s at {misses.tolist()} misses); "
                 "measure longer runs or larger experts"
             )
-        error = np.abs((all_hit + miss * misses) / seconds - 1).max()
-        return cls(float(all_hit), float(miss), fit_error=float(error), **geometry)
+        error = np.abs(weighted @ np.array([all_hit, miss, event])[: len(columns)] - 1).max()
+        return cls(float(all_hit), float(miss), fit_error=float(error), event_seconds=float(event), **geometry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +215,7 @@ class CostModel:
         """The link as misses of a transport see it: one row of the calibrated size takes exactly `miss_seconds`.
 
         The rate is that of the copy engine and the rest a fixed cost; if a miss was faster than that (it saves reading
-        the row from device memory), the rate it reached, without a fixed cost.
+        the row from device memory), the rate it reached, without a fixed cost. `event_seconds` is not in it.
         """
         cost = self.of(transport)
         fixed = cost.miss_seconds - cost.row_bytes / self.link.bytes_per_second
@@ -200,12 +223,12 @@ class CostModel:
             return LinkCurve(self.link.bytes_per_second, fixed)
         return LinkCurve(cost.row_bytes / cost.miss_seconds)
 
-    def all_hit_seconds(self, transport, *, accesses, row_bytes, policy=None) -> float:
-        """Seconds of a step without misses that uses `accesses` experts of `row_bytes`, under `policy` (None: the
-        calibrated one).
+    def all_hit_seconds(self, transport, *, accesses, row_bytes, policy=None, miss_events=0.0) -> float:
+        """Seconds of a step that uses `accesses` experts of `row_bytes`, under `policy`, without what its misses add.
 
         Device memory must be read for other bytes than in calibration, the rest stays. In the callback transport the
-        policy's time an event replaces that of the calibrated policy. Raises CostModelError if it was not measured.
+        policy's time an event replaces that of the calibrated policy (None: it is that one) in the L - `miss_events`
+        events that do not wait for a row. Raises CostModelError if it was not measured.
         """
         cost = self.of(transport)
         extra = (accesses * row_bytes - cost.L * cost.K * cost.row_bytes) / self.memory_bytes_per_second
@@ -216,7 +239,8 @@ class CostModel:
                         f"policy_seconds: {name!r} was not measured; calibrate with --policies {name}, or use "
                         "transport 'device'"
                     )
-            extra += cost.L * (self.policy_seconds[policy] - self.policy_seconds[cost.policy])
+            slower = self.policy_seconds[policy] - self.policy_seconds[cost.policy]
+            extra += (cost.L - miss_events) * slower
         return max(cost.all_hit_seconds + extra, 0.0)
 
 
@@ -253,8 +277,13 @@ def predict_ms_per_token(result, cost, *, transport="device", phase="decode", ro
     if not steps:
         raise CostModelError("result: no decode steps; simulate a trace with decode rows, phase None or 'decode'")
     row_bytes = row_bytes or result.row_bytes or measured.row_bytes
+    waits = counts["miss_events"] if prefetch is None else prefetch.stall_events
     all_hit = cost.all_hit_seconds(
-        transport, accesses=counts["accesses"] / steps, row_bytes=row_bytes, policy=result.policy
+        transport,
+        accesses=counts["accesses"] / steps,
+        row_bytes=row_bytes,
+        policy=result.policy,
+        miss_events=waits / steps,
     )
     if prefetch is None:
         waiting = float(cost.miss_link(transport).seconds(row_bytes)) * counts["misses"] / steps
@@ -265,7 +294,7 @@ def predict_ms_per_token(result, cost, *, transport="device", phase="decode", ro
                 f"{steps}; both must replay the same trace, policy, slots, contract and phase"
             )
         waiting = (prefetch.stall_seconds + prefetch.predict_seconds) / steps
-    return (all_hit + waiting) * 1e3
+    return (all_hit + waiting + measured.event_seconds * waits / steps) * 1e3
 
 
 def _check_number(field, value, positive=False, infinite=False):

@@ -34,8 +34,8 @@ class PrefetchResult:
     policy, predictor: names ("none" without). steps: steps replayed. accesses, misses: of the cache, as without
     prefetch. issued: prefetches whose copy began. on_time, late: prefetches used, arrived or in flight when demanded.
     wasted: prefetches never used. harmful: prefetches that took the place of a row in the reserve which was demanded
-    before they were used themselves. stall [L]: waiting for rows. compute_seconds, predict_seconds: the layers' and the
-    predictor's time. link_seconds: the link was busy.
+    before they were used themselves. stall [L]: waiting for rows. stall_events: events that waited. compute_seconds,
+    predict_seconds: the layers' and the predictor's time. link_seconds: the link was busy.
     """
 
     policy: str
@@ -50,6 +50,7 @@ class PrefetchResult:
     late: int
     harmful: int
     stall: np.ndarray
+    stall_events: int
     compute_seconds: float
     predict_seconds: float
     link_seconds: float
@@ -114,7 +115,7 @@ class PrefetchResult:
         rows = ("issued", "useful", "on_time", "late", "wasted", "harmful", "demand")
         names = ("policy", "predictor", "lead", "row_bytes", "steps", "accesses", "misses", *rows)
         names += ("precision", "coverage", "timeliness", "bytes_moved", "stall_seconds", "stall_ms_per_step")
-        names += ("compute_seconds", "predict_seconds", "link_seconds", "link_utilisation")
+        names += ("stall_events", "compute_seconds", "predict_seconds", "link_seconds", "link_utilisation")
         sizes = {f"{name}_bytes": getattr(self, name) * self.row_bytes for name in rows}
         return {name: getattr(self, name) for name in names} | sizes | {"stall_per_layer": self.stall.tolist()}
 
@@ -198,7 +199,7 @@ def simulate_prefetch(
     lane = _Lane(float(link.seconds(row_bytes)), reserve)
     told = None if predictor is None else predictor.init(np, L, E, seed)
     now, predicting, event, accesses, misses = 0.0, 0.0, 0, 0, 0
-    stall, steps = np.zeros(L), 0
+    stall, stall_events, steps = np.zeros(L), 0, 0
     for step, after in _with_next(replay_steps(trace, phase, () if predictor is None else predictor.reads)):
         steps += 1
         if step.start:
@@ -217,6 +218,7 @@ def simulate_prefetch(
             misses += len(missing)
             ready = lane.serve(missing.tolist(), now, event)
             stall[layer] += ready - now
+            stall_events += ready > now
             if predictor is not None:
                 recorded = upcoming(step.recorded, later, layer)
                 told = predictor.observe(np, told, layer, need, step.scores[layer], t, recorded)
@@ -243,6 +245,7 @@ def simulate_prefetch(
         late=lane.late,
         harmful=lane.harmful,
         stall=stall,
+        stall_events=stall_events,
         compute_seconds=float(layer_seconds.sum() * steps),
         predict_seconds=predicting,
         link_seconds=lane.busy,

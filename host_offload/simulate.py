@@ -19,8 +19,8 @@ from host_offload.trace import CONTRACTS, PHASES, SCOPES, Trace
 
 RESETS = ("request", "never")
 BACKENDS = ("jax", "numpy")
-COUNTERS = ("hits", "misses", "bypasses", "evictions", "lookups")
-HITS, MISSES, BYPASSES, EVICTIONS, LOOKUPS = range(len(COUNTERS))
+COUNTERS = ("hits", "misses", "bypasses", "evictions", "miss_events", "lookups")
+HITS, MISSES, BYPASSES, EVICTIONS, MISS_EVENTS, LOOKUPS = range(len(COUNTERS))
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,7 +59,7 @@ class Result:
 
     policy: its name. capacities: [L] int32, slots of each layer, or the pool's total, L times, in scope `global`.
     contract: what the figures depend on (the reporting block of arXiv 2608.07911): contract, ties, reset, scope, quota,
-    seed, dedup, scores, phase, warm. counters: [2, L, 5] int64, by phase (0 prefill, 1 decode; a step that holds rows
+    seed, dedup, scores, phase, warm. counters: [2, L, 6] int64, by phase (0 prefill, 1 decode; a step that holds rows
     of both counts as prefill), layer and `COUNTERS`. tokens, steps: [2] int64 rows and steps by phase. row_bytes:
     bytes of one expert or None. events: per-event record or None. state: the end of the run, to
     continue from; None with reset "request", which nothing continues.
@@ -109,6 +109,11 @@ class Result:
         return self._total(EVICTIONS)
 
     @property
+    def miss_events(self):
+        """Events with at least one miss."""
+        return self._total(MISS_EVENTS)
+
+    @property
     def hit_rate(self):
         """hits / accesses, NaN for a trace without events."""
         return self.hits / self.accesses if self.accesses else float("nan")
@@ -133,7 +138,8 @@ class Result:
 
     def to_dict(self):
         """Plain numbers for a table or JSON: totals, phases, per-layer lists, capacities and the contract block."""
-        names = ("hits", "misses", "accesses", "lookups", "bypasses", "evictions", "hit_rate", "bytes_moved")
+        names = ("hits", "misses", "miss_events", "accesses", "lookups", "bypasses", "evictions")
+        names += ("hit_rate", "bytes_moved")
         return {
             "policy": self.policy,
             **{name: getattr(self, name) for name in names},
@@ -146,7 +152,7 @@ class Result:
 
 
 def _named(counters):
-    """counters [..., 5] -> name -> [...] with accesses and hit_rate."""
+    """counters [..., 6] -> name -> [...] with accesses and hit_rate."""
     named = {name: counters[..., index] for index, name in enumerate(COUNTERS)}
     named["accesses"] = named["hits"] + named["misses"]
     with np.errstate(invalid="ignore"):
@@ -536,6 +542,7 @@ def _run_numpy(table, policy, settings, start):
                 np.count_nonzero(miss),
                 bypassed,
                 evicted,
+                miss.any(),
                 lookups,
             )
             if log is not None:

@@ -94,7 +94,7 @@ def _run_group(key, table, jobs, start):
     carry = (
         jax.tree.map(lambda leaf: np.broadcast_to(leaf, (P, *leaf.shape)), initial),
         np.broadcast_to(bits, (*shape, *bits.shape)),
-        np.zeros((*shape, 2, L, 4), np.int32),
+        np.zeros((*shape, 2, L, LOOKUPS), np.int32),
     )
     clock = _clock(table, settings, start)
     program = _program(key, policy, settings)
@@ -109,7 +109,7 @@ def _run_group(key, table, jobs, start):
         if settings.events:
             logs.append(jax.tree.map(lambda a, part=part: np.asarray(a)[: part.shape[1]], log))
     state, resident, counts = jax.tree.map(np.asarray, carry)
-    counts = counts.astype(np.int64).sum(axis=0)  # [U, Q, 2, L, 4]
+    counts = counts.astype(np.int64).sum(axis=0)  # [U, Q, 2, L, 5]
     logs = jax.tree.map(lambda *parts: np.concatenate(parts), *logs) if logs else None
 
     lookups = np.bincount(table.phase, table.rows * table.K, minlength=2).astype(np.int64)
@@ -279,7 +279,7 @@ def _program(key, policy, settings):
 def _loop(policy, carry, initial, capacities, xs, n, *, E, most, ragged, in_pool, contract, cold, log):
     """The first `n` steps of all lanes: (carry, record by name, [width, P, U, Q, L, ...] each, empty without `log`).
 
-    carry: policy states [P, U, ...], residents [P, U, Q, ...], counts [P, U, Q, 2, L, 4]. initial: states [U, ...].
+    carry: policy states [P, U, ...], residents [P, U, Q, ...], counts [P, U, Q, 2, L, 5]. initial: states [U, ...].
     capacities: [U, Q, L]. xs: step-major inputs of all lanes, see `_inputs`.
     """
     width, P, L, W = xs["need"].shape
@@ -347,13 +347,14 @@ def _at(lanes, new, old):
 
 
 def _serve(access, state, residents, layer, need, scores, order, t, capacity, *, forced, in_pool, E):
-    """An atomic event: (state, residents, change [Q, 4] by `COUNTERS`, hit and admit [Q, W] words)."""
+    """An atomic event: (state, residents, change [Q, 5] by `COUNTERS`, hit and admit [Q, W] words)."""
     del order
     state, residents, hit, evictions = access(state, residents, layer, need, scores, t, capacity, forced=forced)
     miss = need & ~hit
     admit = miss & _layer_words(residents, layer, in_pool, E)
-    bypasses = _count(miss) - _count(admit)
-    return state, residents, jnp.stack([_count(hit), _count(miss), bypasses, evictions], -1), hit, admit
+    misses = _count(miss)
+    change = [_count(hit), misses, misses - _count(admit), evictions, (misses > 0).astype(jnp.int32)]
+    return state, residents, jnp.stack(change, -1), hit, admit
 
 
 def _serve_in_order(access, state, residents, layer, need, scores, order, t, capacity, *, ragged, in_pool, E):
@@ -376,8 +377,9 @@ def _serve_in_order(access, state, residents, layer, need, scores, order, t, cap
     state, residents, hit, evictions = jax.lax.fori_loop(0, order.shape[0], one, (state, residents, *nothing))
     miss = need & ~hit
     admit = miss & _layer_words(residents, layer, in_pool, E)
-    change = jnp.stack([_count(hit), _count(miss), jnp.zeros_like(evictions), evictions], -1)
-    return state, residents, change, hit, admit
+    misses = _count(miss)
+    change = [_count(hit), misses, jnp.zeros_like(misses), evictions, (misses > 0).astype(jnp.int32)]
+    return state, residents, jnp.stack(change, -1), hit, admit
 
 
 def _access(policy, event, state, residents, layer, need, scores, t, capacity, *, forced, E, L, most):

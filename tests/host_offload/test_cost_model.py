@@ -75,6 +75,20 @@ def test_decode_fit_gives_back_the_line(all_hit, miss):
     assert cost.miss_seconds == pytest.approx(miss, rel=1e-3) and cost.fit_error < 1e-6
 
 
+@settings(deadline=None, max_examples=30)
+@given(event=st.floats(-1e-5, 1e-4), miss=st.floats(1e-5, 1e-2))
+def test_decode_fit_tells_events_from_their_misses(event, miss):
+    misses, events = np.array([0, 20.0, 40.0, 80.0]), np.array([0, 15.0, 22.0, 24.0])
+    seconds = 2e-3 + miss * misses + event * events
+    cost = DecodeCost.fit(misses, seconds, events, L=L, K=K, row_bytes=ROW, policy="lru")
+    assert cost.miss_seconds == pytest.approx(miss, rel=1e-4)
+    assert cost.event_seconds == pytest.approx(event, rel=1e-3, abs=1e-8)
+    assert cost.all_hit_seconds == pytest.approx(2e-3, rel=1e-5) and cost.fit_error < 1e-6
+    # Two misses an event at every level: the event's part is in the miss.
+    even = DecodeCost.fit(misses, 2e-3 + (miss + event / 2) * misses, misses / 2, L=L, K=K, row_bytes=ROW, policy="lru")
+    assert even.event_seconds == 0 and even.miss_seconds == pytest.approx(miss + event / 2, rel=1e-3)
+
+
 def test_decode_fit_says_how_far_the_points_are_from_the_line():
     misses = np.array([0, 17.5, 40.0])
     seconds = (1e-3 + 50e-6 * misses) * np.array([1, 1.05, 1])
@@ -98,12 +112,26 @@ def test_prediction_adds_up():
     assert predict_ms_per_token(sized, cost) == pytest.approx(wide)
 
 
+def test_events_with_a_miss_have_their_own_cost():
+    result = simulate(make_trace(), "lru", slots_per_layer=3, backend="numpy")
+    counts = result.in_phase("decode")
+    assert 0 < counts["miss_events"] < counts["misses"]
+    plain = make_cost()
+    costly = make_cost(decode={"device": dataclasses.replace(plain.of("device"), event_seconds=50e-6)})
+    more = predict_ms_per_token(result, costly) - predict_ms_per_token(result, plain)
+    assert more == pytest.approx(counts["miss_events"] / 16 * 50e-3)
+
+
 def test_policy_time_counts_where_the_host_decides():
+    """At events that do not wait for a row: else the host decides while it arrives."""
     cost = make_cost()
     result = simulate(make_trace(), "lfu", slots_per_layer=3, backend="numpy")
-    per_step = result.in_phase("decode")["misses"] / 16
+    counts = result.in_phase("decode")
+    per_step, all_hit = counts["misses"] / 16, L - counts["miss_events"] / 16
+    assert 0 < all_hit < L
     assert predict_ms_per_token(result, cost) == pytest.approx(2 + per_step * 30e-3)
-    assert predict_ms_per_token(result, cost, transport="callback") == pytest.approx(3 - L * 20e-3 + per_step * 15e-3)
+    ours = predict_ms_per_token(result, cost, transport="callback")
+    assert ours == pytest.approx(3 - all_hit * 20e-3 + per_step * 15e-3)
     unknown = simulate(make_trace(), "lfru", slots_per_layer=3, backend="numpy")
     with pytest.raises(CostModelError, match="policy_seconds: 'lfru' was not measured; calibrate with --policies lfru"):
         predict_ms_per_token(unknown, cost, transport="callback")
@@ -119,13 +147,16 @@ def test_miss_link_reproduces_the_miss_time():
 
 def test_prefetch_result_replaces_the_waiting():
     cost, trace = make_cost(), make_trace()
+    cost = make_cost(decode={"device": dataclasses.replace(cost.of("device"), event_seconds=20e-6)})
     options = dict(link=cost.miss_link("device"), row_bytes=ROW, layer_seconds=1e-3, slots_per_layer=3)
     result = simulate(trace, "lru", slots_per_layer=3, backend="numpy", phase="decode")
     none = simulate_prefetch(trace, "lru", None, **options)
     plain = predict_ms_per_token(result, cost)
     assert predict_ms_per_token(result, cost, prefetch=none) == pytest.approx(plain)
     oracle = simulate_prefetch(trace, "lru", "oracle", **options)
-    gained = (none.stall_seconds - oracle.stall_seconds) / 16 * 1e3
+    events = none.stall_events - oracle.stall_events
+    assert none.stall_events == result.miss_events and events >= 0
+    gained = (none.stall_seconds - oracle.stall_seconds + 20e-6 * events) / 16 * 1e3
     assert gained > 0
     assert predict_ms_per_token(result, cost, prefetch=oracle) == pytest.approx(plain - gained)
     other = simulate_prefetch(trace, "lru", None, **(options | {"slots_per_layer": 2}))
@@ -161,6 +192,7 @@ def test_file_round_trip_and_damage(tmp_path):
         ({"link": {**link, "speed": 1}}, "damaged.*speed"),
         ({"decode": {}}, "no transport was measured"),
         ({"decode": {"device": {**device, "row_bytes": 1.5}}}, "row_bytes: 1.5"),
+        ({"decode": {"device": {**device, "event_seconds": "short"}}}, "event_seconds: 'short'"),
         ({"memory_bytes_per_second": "fast"}, "memory_bytes_per_second: 'fast'"),
         ({"policy_seconds": {"lru": -1}}, r"policy_seconds\['lru'\]: -1"),
         ({"decode": [1]}, "damaged"),
@@ -205,3 +237,9 @@ def test_link_fit_refuses(sizes, seconds, message):
 def test_decode_fit_refuses(misses, seconds, message):
     with pytest.raises(CostModelError, match=message):
         DecodeCost.fit(misses, seconds, L=L, K=K, row_bytes=ROW, policy="lru")
+
+
+@pytest.mark.parametrize("events", ([0.0, 3.0], [0.0, 0.0], [1.0, 1.0], [0.0]))
+def test_decode_fit_refuses_events_that_contradict_misses(events):
+    with pytest.raises(CostModelError, match="miss_events .* contradict misses"):
+        DecodeCost.fit([0, 2], [1.0, 2.0], events, L=L, K=K, row_bytes=ROW, policy="lru")

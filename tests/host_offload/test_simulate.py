@@ -91,6 +91,7 @@ def test_lru_by_hand():
     assert [row.nonzero()[0].tolist() for row in result.events.hit] == [[], [0, 1], [], [2], [2]]
     assert (result.hits, result.misses, result.accesses, result.lookups) == (4, 6, 10, 10)
     assert (result.bypasses, result.evictions, result.bytes_moved) == (0, 4, 60)
+    assert result.miss_events == 4  # all but the second
     assert result.hit_rate == 0.4
     # Slots 0, 1 after the last event: 1 and 2 were needed last.
     ended = simulate(trace, "lru", slots_per_layer=2, reset="never", backend="numpy")
@@ -145,6 +146,7 @@ def test_rows_of_a_step_are_one_event_and_phases_are_apart():
         "misses": 3,
         "bypasses": 0,
         "evictions": 0,
+        "miss_events": 1,
         "lookups": 4,
         "accesses": 3,
         "hit_rate": 0,
@@ -280,6 +282,7 @@ def test_capacity_is_never_exceeded(seed, scope, contract, slots):
             held = np.cumsum(change[result.events.layer == layer])
             assert (held <= slots).all() and held[-1] == result.state.resident[layer].sum()
     assert result.hits + result.misses == result.accesses == result.events.need.sum()
+    assert result.miss_events == result.events.miss.any(axis=1).sum()
     assert result.bypasses == (result.events.miss & ~result.events.admit).sum() or contract == "sequential"
 
 
