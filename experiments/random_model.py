@@ -138,7 +138,7 @@ def random_parts(shape: str, layers: int | None = None, dtype="bfloat16", seed: 
     params = jax.tree_util.tree_map_with_path(make, abstract)
     tensors = {name: (s, dtype) for name, s in cfg.expert_row_shapes().items()}
     spec = RowSpec(tensors, L=len(cfg.moe_layers), E=cfg.num_experts)
-    return Parts(cfg, dtype, graphdef, params, spec, RandomRows(spec, seed))
+    return Parts(cfg, dtype, graphdef, params, spec, RandomRows(spec, seed), cfg.expert_spec())
 
 
 def small(parts_shape: str) -> dict:

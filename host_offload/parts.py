@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-View = Callable[[np.ndarray], np.ndarray]
+View = Callable[..., np.ndarray]
 
 
 class ViewError(ValueError):
@@ -23,33 +23,43 @@ class Part:
         file: name of the file tensor.
         index: None: all of it; an expert's number or its range of rows where several share the tensor.
         view: the same values in our layout: a function of that array, which should return a view of it. None: as it is.
+        beside: names of further file tensors that `view` takes after the first, such as the order of its columns;
+            `index` applies to each.
     """
 
     file: str
     index: int | slice | None = None
     view: View | None = None
+    beside: tuple[str, ...] = ()
 
     def array(self, checkpoint: Any) -> np.ndarray:
         """The part as a read-only array [...] over the checkpoint's memory, or a new one if `view` makes one."""
-        array = checkpoint.view(self.file)
-        array = array if self.index is None else array[self.index, ...]
-        return array if self.view is None else self.view(array)
+        arrays = [checkpoint.view(name) for name in (self.file, *self.beside)]
+        if self.index is not None:
+            arrays = [array[self.index, ...] for array in arrays]
+        return arrays[0] if self.view is None else self.view(*arrays)
 
     def form(self, checkpoint: Any) -> tuple[tuple[int, ...], np.dtype]:
         """(shape, dtype) of `array`, without reading the file. Raises `ViewError` if the file tensor does not fit."""
-        info = checkpoint.info(self.file)
+        forms = [self._share(checkpoint.info(name)) for name in (self.file, *self.beside)]
+        shape, dtype = forms[0]
+        if self.view is None:
+            return shape, dtype
+        try:
+            # Memory that is never touched takes no time; a view of several tensors needs values that make sense.
+            seen = self.view(np.empty(shape, dtype), *(np.zeros(shape, dtype) for shape, dtype in forms[1:]))
+        except (ValueError, IndexError) as error:
+            raise ViewError(f"{self.file} is {dtype} {list(shape)}: {error}") from error
+        return seen.shape, seen.dtype
+
+    def _share(self, info: Any) -> tuple[tuple[int, ...], np.dtype]:
+        """(shape, dtype) of what `index` selects of a file tensor."""
         shape = tuple(info.shape)
         if isinstance(self.index, slice):
             shape = (len(range(*self.index.indices(shape[0]))), *shape[1:])
         elif self.index is not None:
             shape = shape[1:]
-        if self.view is None:
-            return shape, info.dtype
-        try:
-            seen = self.view(np.empty(shape, info.dtype))  # memory that is never touched takes no time
-        except (ValueError, IndexError) as error:
-            raise ViewError(f"{self.file} is {info.dtype} {list(shape)}: {error}") from error
-        return seen.shape, seen.dtype
+        return shape, info.dtype
 
 
 def transposed(w: np.ndarray) -> np.ndarray:
@@ -80,20 +90,28 @@ def odd_columns(w: np.ndarray) -> np.ndarray:
     return odd(transposed(w))
 
 
+def padded(array: np.ndarray, *, axis: int, size: int) -> np.ndarray:
+    """The array with zeros after it along `axis` up to `size`: experts of a smaller width among wider ones."""
+    missing = size - array.shape[axis]
+    if missing < 0:
+        raise ValueError(f"axis {axis} must have at most {size} entries")
+    return np.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
+
+
 def mxfp4_words(blocks: np.ndarray) -> np.ndarray:
     """MXFP4 blocks [out, in / 32, 16] uint8 -> words [out, in / 8] uint32 of `pallas_kernels.formats.MXFP4`."""
     _need(blocks, 3, np.uint8)
     if blocks.shape[2] != 16:
         raise ValueError("a block of 32 four-bit values must be 16 bytes")
     out, n, _ = blocks.shape
-    return _words(blocks.reshape(out, n * 16))
+    return byte_words(blocks.reshape(out, n * 16))
 
 
 def mxfp4_scales(scales: np.ndarray) -> np.ndarray:
     """Exponent bytes [out, in / 32] uint8 -> words [out, ceil(in / 128)] uint32, padded with the exponent of 1."""
     _need(scales, 2, np.uint8)
     padding = -scales.shape[1] % 4
-    return _words(np.pad(scales, ((0, 0), (0, padding)), constant_values=127) if padding else scales)
+    return byte_words(np.pad(scales, ((0, 0), (0, padding)), constant_values=127) if padding else scales)
 
 
 def even_words(blocks: np.ndarray) -> np.ndarray:
@@ -116,7 +134,7 @@ def odd_scales(scales: np.ndarray) -> np.ndarray:
     return mxfp4_scales(odd(scales))
 
 
-def _words(array: np.ndarray) -> np.ndarray:
+def byte_words(array: np.ndarray) -> np.ndarray:
     """Bytes [rows, 4 n] as little-endian words [rows, n]."""
     return array.view(np.dtype("<u4"))
 

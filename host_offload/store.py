@@ -3,7 +3,7 @@
 `ExpertStore` and `PackedRows` have one interface: `spec`, `read(layer, e, name, out)` and `fill(layer, name, out)`
 write expert rows in place into memory that the caller owns (the NumPy view of a pinned slab), from as many threads as
 the caller likes. This module knows nothing of model families: a checkpoint is anything with `info(name)`, `view(name)`
-and `fingerprint()`, and a weight map anything with `expert_sources` and `expert_shapes`.
+and `fingerprint()`, and a weight map anything with `expert_sources`, `expert_shapes` and `packed`.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class ExpertStore:
     """Expert rows straight from the checkpoint's tensors (memory-mapped): nothing is held, nothing is inflated.
 
     A row keeps the dtype of the file unless that is a floating type wider than `compute_dtype` (more bytes an element);
-    then it is rounded while it is copied. Packed formats are integers and stay as they are. Reading is thread-safe:
-    each call writes only its own `out`.
+    then it is rounded while it is copied. The tensors of packed formats stay as they are. Reading is thread-safe: each
+    call writes only its own `out`.
     """
 
     def __init__(self, checkpoint: Any, sources: Mapping[str, Sequence[Sequence[Parts]]], spec: RowSpec):
@@ -119,8 +119,9 @@ class ExpertStore:
         """A store over an open checkpoint, which must stay open as long as the store is used.
 
         `weight_map.expert_sources[name][layer][e]`: the `Parts` of each row tensor; `weight_map.expert_shapes[name]`:
-        its shape. `compute_dtype`: anything NumPy takes as a dtype, ml_dtypes included. Raises `StoreError` when a row
-        tensor comes in dtypes that have no common one.
+        its shape; `weight_map.packed`: names of the tensors that belong to packed formats. `compute_dtype`: anything
+        NumPy takes as a dtype, ml_dtypes included. Raises `StoreError` when a row tensor comes in dtypes that have no
+        common one.
         """
         sources = weight_map.expert_sources
         tensors = {}
@@ -129,7 +130,8 @@ class ExpertStore:
             every = (part for rows in layers for parts in rows for part in parts)
             examples = {(checkpoint.info(part.file).dtype, part.view): part for part in every}
             dtypes = {part.form(checkpoint)[1] for part in examples.values()}
-            tensors[name] = (weight_map.expert_shapes[name], _row_dtype(name, dtypes, np.dtype(compute_dtype)))
+            widest = None if name in weight_map.packed else np.dtype(compute_dtype)
+            tensors[name] = (weight_map.expert_shapes[name], _row_dtype(name, dtypes, widest))
         first = next(iter(sources.values()))
         return cls(checkpoint, sources, RowSpec(tensors, L=len(first), E=len(first[0])))
 
@@ -163,7 +165,7 @@ class ExpertStore:
             start += into.shape[0] if into.ndim else 0
 
 
-def _row_dtype(name: str, dtypes: set[np.dtype], compute: np.dtype) -> np.dtype:
+def _row_dtype(name: str, dtypes: set[np.dtype], widest: np.dtype | None) -> np.dtype:
     try:
         dtype = np.dtype(np.result_type(*dtypes))
     except TypeError as error:
@@ -171,8 +173,9 @@ def _row_dtype(name: str, dtypes: set[np.dtype], compute: np.dtype) -> np.dtype:
         raise StoreError(
             f"row tensor {name!r} is stored as {kinds}, which have no common dtype: convert them"
         ) from error
-    packed = dtype.kind in "iu"
-    return compute if compute.itemsize < dtype.itemsize and not packed else dtype
+    if widest is None or dtype.kind in "iu":  # integers: packed tensors that a weight table knows by name
+        return dtype
+    return widest if widest.itemsize < dtype.itemsize else dtype
 
 
 def _copy(into: np.ndarray, source: np.ndarray) -> None:

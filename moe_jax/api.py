@@ -403,10 +403,11 @@ class MoE:
         """What happened: `last` call and `total` since `reset_stats()`, cache settings, resident set and memory plan.
 
         Each of `last` and `total` has `prefill` and `decode` apart (hits, misses, bypasses, evictions, bytes moved, per
-        layer too), `ttft_seconds` (without compilation) and `seconds_per_token`.
+        layer too), `ttft_seconds` (without compilation) and `seconds_per_token`. `experts` names the formats in which
+        experts rest and are computed, `dense_weights` what was done to packed dense ones when they were loaded.
         """
         engine = self._open_engine()
-        transport, spec = engine.transport, engine.transport.spec
+        transport, spec, parts = engine.transport, engine.transport.spec, self._builder.parts
         slot_of, owner = transport.tables(engine.cache)
         budget = transport.budget
         resident = {layer: np.flatnonzero(slot_of[layer] >= 0).tolist() for layer in range(spec.L)}
@@ -415,6 +416,7 @@ class MoE:
             "last": None if self._last is None else self._last.to_dict(),
             "total": self._total.to_dict(),
             "kernel": [transport.kernel] * spec.L,
+            "attention": {"decode": engine.attention(1)},
             "transport": {"name": transport.name, "why": self._transport_choice},
             "policy": self._chosen.name,
             "scope": budget.scope,
@@ -422,7 +424,13 @@ class MoE:
             "slots": {"total": budget.total, "per_layer": list(budget.per_layer), "source": budget.source},
             "resident_experts": resident,
             "occupied_slots": int((owner >= 0).sum()),
-            "experts": {"layers": spec.L, "per_layer": spec.E, "bytes_each": spec.row_bytes},
+            "experts": {
+                "layers": spec.L,
+                "per_layer": spec.E,
+                "bytes_each": spec.row_bytes,
+                "format": {"gate_up": parts.experts.gate_up.name, "down": parts.experts.down.name},
+            },
+            "dense_weights": ", ".join(parts.conversions) or str(parts.dtype),
             "memory": {
                 **self._plan,
                 "slot_bytes": budget.total * spec.row_bytes,

@@ -1,17 +1,22 @@
 """Checkpoints: safetensors reading, hub download, the map from file names to parameters, loading."""
 
 from moe_jax.checkpoint.hub import resolve
-from moe_jax.checkpoint.loading import load_params
+from moe_jax.checkpoint.loading import conversions, load_params
+from moe_jax.checkpoint.logical import LogicalTensor
 from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule, WeightMap, map_checkpoint
+from moe_jax.checkpoint.quantization import Quantization
 from moe_jax.checkpoint.reader import Checkpoint, TensorInfo
 
 __all__ = [
     "Checkpoint",
     "ExpertRule",
     "Ignore",
+    "LogicalTensor",
+    "Quantization",
     "Rule",
     "TensorInfo",
     "WeightMap",
+    "conversions",
     "load_params",
     "map_checkpoint",
     "resolve",

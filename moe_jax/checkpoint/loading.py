@@ -1,9 +1,12 @@
-"""Dense parameters from the files to the device."""
+"""Dense parameters from the files to the device; packed ones are decoded there."""
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +15,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from moe_jax.checkpoint.logical import LogicalTensor
 from moe_jax.checkpoint.mapping import WeightMap
 from moe_jax.checkpoint.reader import Checkpoint, listed, raise_problems
+from pallas_kernels.formats import Dense, Format
+
+logger = logging.getLogger(__name__)
 
 
 def load_params(
@@ -27,9 +34,10 @@ def load_params(
         progress: shows a bar of bytes on stderr; None: only when stderr is a terminal.
 
     Returns a nested dict like `abstract` of jax arrays. On its way to the device a parameter is copied on the host at
-    most once, and not at all when it is one file tensor of the right dtype and the device is not the CPU.
+    most once, and not at all when it is one file tensor of the right dtype and the device is not the CPU. A packed
+    tensor moves as it is and is decoded on the device.
     Raises `CheckpointError` when `abstract` and `weight_map` do not have the same parameters and shapes, or when an
-    integer tensor would be cast to a floating parameter (packed weights of a quantised format) or the other way round.
+    integer tensor would be cast to a floating parameter or the other way round.
     """
     leaves = dict(_leaves(abstract))
     _check(checkpoint, weight_map, leaves)
@@ -38,14 +46,44 @@ def load_params(
     arrays: dict[str, jax.Array] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not progress) as bar:
-        size = {path: sum(checkpoint.info(name).nbytes for name in weight_map.params[path]) for path in leaves}
+        files = {path: [file for tensor in weight_map.params[path] for file in tensor.files] for path in leaves}
+        size = {path: sum(checkpoint.info(file).nbytes for file in names) for path, names in files.items()}
         task = bar.add_task("dense weights", total=sum(size.values()))
         for path, leaf in leaves.items():
-            views = [checkpoint.view(name) for name in weight_map.params[path]]
             # Waiting keeps one parameter at a time on the host and the bar truthful.
-            arrays[path] = jax.block_until_ready(_to_device(views, np.dtype(leaf.dtype)))
+            arrays[path] = jax.block_until_ready(_load(checkpoint, weight_map.params[path], np.dtype(leaf.dtype)))
             bar.advance(task, size[path])
+    for conversion, count in conversions(weight_map, abstract).items():
+        logger.info("dense weights: %s (%d of %d parameters)", conversion, count, len(leaves))
     return _nest(abstract, arrays)
+
+
+def conversions(weight_map: WeightMap, abstract: Mapping[str, Any]) -> dict[str, int]:
+    """How many parameters are decoded while they are loaded, by what is done, such as "fp8 -> bfloat16"."""
+    found = Counter()
+    for path, leaf in _leaves(abstract):
+        packed = sorted({t.format.name for t in weight_map.params[path] if not isinstance(t.format, Dense)})
+        if packed:
+            found[f"{', '.join(packed)} -> {np.dtype(leaf.dtype)}"] += 1
+    return dict(found)
+
+
+def _load(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], dtype: np.dtype) -> jax.Array:
+    """One parameter in `dtype` on the device: its tensors concatenated along axis 0."""
+    if all(isinstance(tensor.format, Dense) for tensor in tensors):
+        return _to_device([tensor.parts[""].array(checkpoint) for tensor in tensors], dtype)
+    return jnp.concatenate([_decoded(checkpoint, tensor, dtype) for tensor in tensors])
+
+
+def _decoded(checkpoint: Checkpoint, tensor: LogicalTensor, dtype: np.dtype) -> jax.Array:
+    parts = {suffix: tensor.parts[suffix].array(checkpoint) for suffix in tensor.format.suffixes}
+    return _decode(parts, form=tensor.format, shape=tensor.shape, dtype=dtype)
+
+
+@partial(jax.jit, static_argnames=("form", "shape", "dtype"))
+def _decode(parts: Mapping[str, jax.Array], *, form: Format, shape: tuple[int, int], dtype: np.dtype) -> jax.Array:
+    out, width = shape
+    return form.decode(parts, (out,), width, dtype)
 
 
 def _to_device(views: list[np.ndarray], dtype: np.dtype) -> jax.Array:
@@ -68,15 +106,18 @@ def _check(checkpoint: Checkpoint, weight_map: WeightMap, leaves: Mapping[str, A
         problems.append(f"the weight map fills parameters that the model does not have: {listed(unused)}")
     for path in sorted(leaves.keys() & weight_map.params.keys()):
         wanted = np.dtype(leaves[path].dtype)
-        shapes = [checkpoint.info(name).shape for name in weight_map.params[path]]
+        tensors = weight_map.params[path]
+        shapes = [tensor.shape for tensor in tensors]
         shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
         if shape != tuple(leaves[path].shape):
             problems.append(f"{path} has shape {list(leaves[path].shape)} in the model, but {list(shape)} in the file")
-        for name in weight_map.params[path]:
-            dtype = checkpoint.info(name).dtype
+        for tensor in tensors:
+            if len(tensor.shape) != 2 and not isinstance(tensor.format, Dense):
+                problems.append(f"{tensor.name} is packed as {tensor.format.name}: {path} must be a matrix for that")
+            dtype = checkpoint.info(tensor.files[0]).dtype if isinstance(tensor.format, Dense) else np.float32
             if jnp.issubdtype(dtype, jnp.floating) != jnp.issubdtype(wanted, jnp.floating):
                 problems.append(
-                    f"{name} is {dtype} in the file, but {path} is {wanted}: this is a quantised format "
+                    f"{tensor.name} is {dtype} in the file, but {path} is {wanted}: this is a quantised format "
                     "that the weight table does not know"
                 )
     raise_problems(checkpoint.directory, problems)

@@ -1,7 +1,8 @@
 """From a checkpoint to a running engine: what goes where, in which order, and what it takes."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -12,12 +13,13 @@ from host_offload.pool import ExpertPool
 from host_offload.slots import round_group, spare_rows
 from host_offload.store import ExpertStore, PackedRows, StoreError
 from host_offload.transport import TRANSPORTS
-from moe_jax.checkpoint import Checkpoint, load_params, map_checkpoint
+from moe_jax.checkpoint import Checkpoint, Quantization, conversions, load_params, map_checkpoint
 from moe_jax.config import OffloadConfig
 from moe_jax.engine.engine import Engine, power_of_two
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.models.config import text_settings
 from moe_jax.models.registry import abstract_params, family_for, targets
+from pallas_kernels.expert_ffn import ExpertSpec
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,11 @@ CPU_KV_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Parts:
-    """What the engine is built from; `MoE` keeps it to rebuild the cache. `store` is None once the pool is filled."""
+    """What the engine is built from; `MoE` keeps it to rebuild the cache. `store` is None once the pool is filled.
+
+    experts: what an expert computes, with the formats of its rows. conversions: how many dense parameters were decoded
+    while they were loaded, by what was done ("fp8 -> bfloat16").
+    """
 
     cfg: object
     dtype: np.dtype
@@ -38,6 +44,8 @@ class Parts:
     params: dict
     spec: object
     store: object
+    experts: ExpertSpec
+    conversions: Mapping[str, int] = field(default_factory=dict)
 
 
 def device_bytes() -> int | None:
@@ -78,6 +86,8 @@ def read_parts(checkpoint: Checkpoint, config: OffloadConfig, progress: bool | N
         moe_layers=list(cfg.moe_layers),
         num_experts=cfg.num_experts,
         tied=family.tied,
+        experts=cfg.expert_spec(),
+        quantization=Quantization.from_hf(checkpoint.config),
     )
     try:
         store = ExpertStore.from_checkpoint(checkpoint, weights, dtype)
@@ -90,7 +100,7 @@ def read_parts(checkpoint: Checkpoint, config: OffloadConfig, progress: bool | N
             f"offload_path={config.offload_path!r} cannot be used: {error}. Name a directory that you may write to"
         ) from error
     params = load_params(checkpoint, weights, abstract, progress=progress)
-    return Parts(cfg, dtype, graphdef, params, store.spec, store)
+    return Parts(cfg, dtype, graphdef, params, store.spec, store, weights.experts, conversions(weights, abstract))
 
 
 def kv_plan(cfg, dtype, config: OffloadConfig, memory: int | None) -> tuple[int, int]:
@@ -226,9 +236,10 @@ class CacheBuilder:
             forced_admit=config.contract == "atomic-forced-admit",
             max_pairs=self.max_pairs,
             implementation=self.implementation,
-            experts=self.parts.cfg.expert_spec(),
+            experts=self.parts.experts,
             seed=config.seed,
             bank_rows=bank_rows,
+            starts=(0, self.parts.cfg.encoder_moe_layers),
         )
 
     def state(self, transport, config: OffloadConfig):

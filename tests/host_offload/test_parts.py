@@ -95,10 +95,18 @@ def test_mxfp4_scales_fill_whole_words(count):
 def test_packed_rows_are_not_rounded_to_the_compute_dtype():
     blocks = np.zeros((1, 2, 1, 16), np.uint8)
     bias = np.zeros((1, 2), np.float32)
-    Map = namedtuple("Map", "expert_sources expert_shapes")
+    Map = namedtuple("Map", "expert_sources expert_shapes packed")
     sources = {"w": [[(Part("w", 0, parts.mxfp4_words),)]], "b": [[(Part("b", 0),)]]}
-    store = ExpertStore.from_checkpoint(Arrays(w=blocks, b=bias), Map(sources, {"w": (2, 4), "b": (2,)}), BF16)
+    store = ExpertStore.from_checkpoint(Arrays(w=blocks, b=bias), Map(sources, {"w": (2, 4), "b": (2,)}, ()), BF16)
     assert {name: dtype for name, (_, dtype) in store.spec.tensors.items()} == {"w": np.dtype(np.uint32), "b": BF16}
+
+
+def test_a_view_of_several_tensors_takes_the_share_of_each():
+    w, order = np.arange(24.0).reshape(2, 3, 4), np.array([[0, 1, 2, 3], [3, 1, 0, 2]])
+    part = Part("w", 1, lambda w, order: w[:, order], ("order",))
+    checkpoint = Arrays(w=w, order=order)
+    assert part.form(checkpoint) == ((3, 4), np.float64)
+    np.testing.assert_array_equal(part.array(checkpoint), w[1][:, [3, 1, 0, 2]])
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class FakeCheckpoint:
         self.closed = True
 
 
-def make_store(dtype=np.float32, compute=np.float32, *, stacked=False, seed=0, fingerprint="f" * 64):
+def make_store(dtype=np.float32, compute=np.float32, *, stacked=False, seed=0, fingerprint="f" * 64, packed=()):
     """(store, wanted) over random experts in the files' layout; wanted[name][layer][e] is the row tensor."""
     rng = np.random.default_rng(seed)
     gate, up, down = (rng.normal(size=(L, E, *shape)).astype(dtype) for shape in ((F, D), (F, D), (D, F)))
@@ -68,7 +68,7 @@ def make_store(dtype=np.float32, compute=np.float32, *, stacked=False, seed=0, f
         sources["gate_up"].append([(Part(f"{layer}.{e}.g"), Part(f"{layer}.{e}.u")) for e in range(E)])
         sources["down"].append([(Part(f"{layer}.{e}.d"),) for e in range(E)])
     shapes = {"gate_up": (2 * F, D), "down": (D, F)}
-    weight_map = SimpleNamespace(expert_sources=sources, expert_shapes=shapes)
+    weight_map = SimpleNamespace(expert_sources=sources, expert_shapes=shapes, packed=packed)
     store = ExpertStore.from_checkpoint(FakeCheckpoint(arrays, fingerprint), weight_map, compute)
     return store, {"gate_up": np.concatenate([gate, up], axis=2), "down": down}
 
@@ -108,10 +108,17 @@ def test_rows_keep_the_files_dtype_unless_compute_is_narrower(file, compute, row
         assert rows_of(store, name).tobytes() == wanted[name].astype(row).tobytes()
 
 
+def test_tensors_of_packed_formats_are_never_rounded():
+    store, wanted = make_store(np.float32, BF16, packed=("down",))
+    assert [dtype for _, dtype in store.spec.tensors.values()] == [BF16, np.float32]
+    assert rows_of(store, "down").tobytes() == wanted["down"].tobytes()
+
+
 def test_mixed_dtypes_take_the_common_one_or_are_refused():
     store, _ = make_store(BF16)
     store._checkpoint.arrays["0.0.g"] = store._checkpoint.arrays["0.0.g"].astype(np.float32)
-    weight_map = SimpleNamespace(expert_sources=store._sources, expert_shapes={"gate_up": (2 * F, D), "down": (D, F)})
+    shapes = {"gate_up": (2 * F, D), "down": (D, F)}
+    weight_map = SimpleNamespace(expert_sources=store._sources, expert_shapes=shapes, packed=frozenset())
     mixed = ExpertStore.from_checkpoint(store._checkpoint, weight_map, np.float32)
     assert [dtype for _, dtype in mixed.spec.tensors.values()] == [np.float32, BF16]
     store._checkpoint.arrays["0.0.g"] = np.zeros((F, D), ml_dtypes.float8_e4m3fn)
@@ -414,7 +421,7 @@ def test_random_rows_survive_packing(tmp_path_factory, shapes, dtypes, sizes):
             arrays[f"{i}.{layer}"] = (rng.random((experts, *shape)) * 200).astype(dtype)
         sources[f"t{i}"] = [[(Part(f"{i}.{layer}", e),) for e in range(experts)] for layer in range(layers)]
     expert_shapes = {f"t{i}": tuple(shape) for i, shape in enumerate(shapes)}
-    weight_map = SimpleNamespace(expert_sources=sources, expert_shapes=expert_shapes)
+    weight_map = SimpleNamespace(expert_sources=sources, expert_shapes=expert_shapes, packed=frozenset())
     store = ExpertStore.from_checkpoint(FakeCheckpoint(arrays), weight_map, np.float32)
     packed = PackedRows.open_or_build(tmp_path_factory.mktemp("packed"), store)
     packed.verify()

@@ -67,8 +67,6 @@ class DbrxConfig(DecoderConfig):
                     raise bad_field(name, found, "must be an object")
             if last in found:
                 values[ours] = found[last]
-        if "quantization_config" in hf:
-            values["quantization_config"] = hf["quantization_config"]
         try:
             return super().from_hf(values)
         except CheckpointError as error:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from moe_jax.checkpoint import Checkpoint, WeightMap, load_params
+from moe_jax.checkpoint import Checkpoint, LogicalTensor, WeightMap, load_params
 from moe_jax.errors import CheckpointError
 
 BF16 = ml_dtypes.bfloat16
@@ -16,7 +16,17 @@ Q = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 K = np.linspace(2, 3, 4, dtype=np.float32).reshape(1, 4)
 NORM = np.linspace(0.1, 1.3, 4, dtype=np.float32).astype(BF16)
 HASH = np.arange(4, dtype=np.int64)
-MAP = WeightMap({"attn.qk": ("q", "k"), "attn.norm": ("norm",), "out": ("q",)}, {}, {})
+SHAPES = {"q": (2, 4), "k": (1, 4), "norm": (4,), "hash": (4,)}
+
+
+def weight_map(**names):
+    """A map of parameters to these tensors of the file, all plain."""
+    return WeightMap(
+        {path: tuple(LogicalTensor.plain(n, SHAPES[n]) for n in found.split()) for path, found in names.items()}, {}, {}
+    )
+
+
+MAP = weight_map(**{"attn.qk": "q k", "attn.norm": "norm", "out": "q"})
 
 
 @pytest.fixture
@@ -55,18 +65,16 @@ def test_parameters_do_not_alias_the_mapped_file(tmp_path):
     address = checkpoint.view("q").ctypes.data
     assert address % 64 == 0
     tree = {"q": jax.ShapeDtypeStruct((2, 4), "float32")}
-    out = load_params(checkpoint, WeightMap({"q": ("q",)}, {}, {}), tree, progress=False)["q"]
+    out = load_params(checkpoint, weight_map(q="q"), tree, progress=False)["q"]
     assert out.unsafe_buffer_pointer() != address
     np.testing.assert_array_equal(out, Q)
 
 
 def test_integer_tables_load_but_never_as_floats(checkpoint):
-    found = load_params(
-        checkpoint, WeightMap({"h": ("hash",)}, {}, {}), {"h": jax.ShapeDtypeStruct((4,), "int32")}, progress=False
-    )
+    found = load_params(checkpoint, weight_map(h="hash"), {"h": jax.ShapeDtypeStruct((4,), "int32")}, progress=False)
     np.testing.assert_array_equal(found["h"], HASH)
     with pytest.raises(CheckpointError, match="hash is int64 in the file, but h is float32: this is a quantised"):
-        load_params(checkpoint, WeightMap({"h": ("hash",)}, {}, {}), {"h": jax.ShapeDtypeStruct((4,), "float32")})
+        load_params(checkpoint, weight_map(h="hash"), {"h": jax.ShapeDtypeStruct((4,), "float32")})
 
 
 def test_tree_and_map_must_agree(checkpoint):

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from host_offload.parts import Part, even_columns, odd_columns, transposed
+from moe_jax.checkpoint.logical import LogicalTensor
 from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule, map_checkpoint
 from moe_jax.checkpoint.reader import Checkpoint
 from moe_jax.errors import CheckpointError
+from pallas_kernels.expert_ffn import SILU
 
 D, F, E, MOE_LAYERS = 4, 3, 2, [1, 3]
 LAYER = r"model\.layers\.(\d+)\."
@@ -90,12 +92,15 @@ def refused(mapped):
 
 def test_parts_are_in_the_order_of_the_rules(mapped):
     found = mapped(dense() | one_by_one())
-    assert found.params["layers.0.qkv"] == tuple(f"model.layers.0.{name}.weight" for name in "qkv")
-    assert found.params["embed"] == ("embed.weight",)
+    sizes = {"q": 4, "k": 2, "v": 2}
+    qkv = tuple(LogicalTensor.plain(f"model.layers.0.{name}.weight", (size, D)) for name, size in sizes.items())
+    assert found.params["layers.0.qkv"] == qkv
+    assert found.params["embed"] == (LogicalTensor.plain("embed.weight", (5, D)),)
     prefix = "model.layers.3.experts.1."
     assert found.expert_sources["gate_up"][1][1] == (Part(prefix + "gate"), Part(prefix + "up"))
     assert found.expert_sources["down"][0][0] == (Part("model.layers.1.experts.0.down"),)
-    assert found.expert_shapes == EXPERTS and found.ignored == {}
+    assert found.expert_shapes == EXPERTS and found.ignored == {} and found.packed == frozenset()
+    assert found.experts == SILU
 
 
 def test_other_layouts_of_the_same_table(mapped):
@@ -103,7 +108,7 @@ def test_other_layouts_of_the_same_table(mapped):
     for name in "qkv":
         del tensors[f"model.layers.0.{name}.weight"]
     found = mapped(tensors | {"model.layers.0.qkv.weight": ones(8, D)})
-    assert found.params["layers.0.qkv"] == ("model.layers.0.qkv.weight",)
+    assert found.params["layers.0.qkv"] == (LogicalTensor.plain("model.layers.0.qkv.weight", (8, D)),)
     assert found.expert_sources["gate_up"][1][1] == (Part("model.layers.3.experts.gate_up", 1),)
 
     halves = {f"model.layers.{layer}.experts.{n}s": ones(E, F, D) for layer in MOE_LAYERS for n in ("gate", "up")}
@@ -249,9 +254,10 @@ def test_random_tables(tmp_path_factory, case, data):
     def attempt(tensors):
         save_file(tensors, directory / "model.safetensors")
         with Checkpoint.open(directory) as checkpoint:
-            return map_checkpoint(
+            params = map_checkpoint(
                 checkpoint, table, targets=targets, expert_tensors={}, moe_layers=[], num_experts=0
             ).params
+            return {path: [tensor.name for tensor in found] for path, found in params.items()}
 
     params = attempt(tensors)
     assert set(params) == set(targets)

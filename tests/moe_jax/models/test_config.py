@@ -179,7 +179,6 @@ def test_derived_values():
         ("mixtral", "hidden_act", "gelu"),
         ("qwen3_moe", "attention_bias", True),
         ("olmoe", "attention_bias", True),
-        ("mixtral", "quantization_config", {"quant_method": "gptq"}),
         ("mixtral", "rope_scaling", {"type": "linear", "factor": 2}),
         ("qwen3_moe", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
         ("qwen3_moe", "rope_scaling", "yarn"),

@@ -127,7 +127,6 @@ def test_dbrx_base_of_rotary_embedding():
         (("ffn_config", "ffn_act_fn"), {"name": "gelu"}, "ffn_config.ffn_act_fn.name = 'gelu'"),
         (("attn_config",), [1], "attn_config = .*must be an object"),
         (("tie_word_embeddings",), True, "tie_word_embeddings = True: not supported"),
-        (("quantization_config",), {"quant_method": "fp8"}, "quantization_config = .*not supported"),
     ],
 )
 def test_dbrx_errors_name_the_field_of_the_file(path, value, message):
