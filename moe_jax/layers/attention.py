@@ -49,21 +49,21 @@ class AttentionCall:
 
 
 def choose_implementation(
-    *, platform: str, dtype, tokens: int, from_zero: bool, head_dim: int, sinks: bool = False
+    *, platform: str, dtype, tokens: int, from_zero: bool, head_dim: int, sinks: bool = False, kernel: bool = True
 ) -> Implementation:
     """Attention code for `tokens` new tokens a sequence: on a GPU the decode kernel for one, cuDNN for more where it
-    applies; else XLA over pages.
+    applies; else XLA over pages. `kernel`: whether the model's layers know the decode kernel.
 
     cuDNN's fused kernel needs a GPU, a 16-bit dtype, a supported head width, and a chunk that attends to itself alone
     (`from_zero`: every sequence starts at position 0). It knows no `sinks`; its log-sum-exp, which would allow to add
     them afterwards, comes rounded to the compute dtype.
     """
     on_gpu = platform in ("gpu", "cuda")
-    if on_gpu and tokens == 1:
+    if on_gpu and tokens == 1 and kernel:
         return "pallas"
     narrow = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
     fits = head_dim % 8 == 0 and head_dim <= CUDNN_MAX_HEAD_DIM
-    applies = narrow and fits and from_zero and not sinks
+    applies = narrow and fits and tokens > 1 and from_zero and not sinks
     return "cudnn" if on_gpu and applies else "xla"
 
 

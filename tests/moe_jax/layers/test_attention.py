@@ -150,7 +150,8 @@ def test_choose_implementation():
         assert choose_implementation(**{**fits, **change}) == "xla", change
     for change in ({}, {"dtype": jnp.float32}, {"from_zero": False}, {"head_dim": 256}, {"sinks": True}):
         assert choose_implementation(**{**fits, "tokens": 1, **change}) == "pallas", change
-    assert choose_implementation(**{**fits, "tokens": 1, "platform": "cpu"}) == "xla"
+    for change in ({"platform": "cpu"}, {"kernel": False}):
+        assert choose_implementation(**{**fits, "tokens": 1, **change}) == "xla", change
 
 
 @pytest.mark.parametrize("sinks", (False, True))
