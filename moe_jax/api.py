@@ -405,6 +405,7 @@ class MoE:
         Each of `last` and `total` has `prefill` and `decode` apart (hits, misses, bypasses, evictions, bytes moved, per
         layer too), `ttft_seconds` (without compilation) and `seconds_per_token`. `experts` names the formats in which
         experts rest and are computed, `dense_weights` what was done to packed dense ones when they were loaded.
+        `load_seconds` includes `pool_seconds`: allocating pinned memory and filling it (None without a pool).
         """
         engine = self._open_engine()
         transport, spec, parts = engine.transport, engine.transport.spec, self._builder.parts
@@ -438,6 +439,7 @@ class MoE:
                 "pool_bytes": pool.nbytes if pool else 0,
             },
             "load_seconds": self.load_seconds,
+            "pool_seconds": {"allocate": pool.allocate_seconds, "fill": pool.fill_seconds} if pool else None,
         }
 
     def reset_stats(self) -> None:
