@@ -6,6 +6,7 @@ token and is close to uniform, and the hit rate of a recency policy is close to 
 
 import dataclasses
 import zlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 
 from host_offload.store import RowSpec
 from moe_jax.engine.loading import Parts
+from moe_jax.models.gpt_oss.config import GptOssConfig
 from moe_jax.models.mixtral.config import MixtralConfig
 from moe_jax.models.olmoe.config import OlmoeConfig
 from moe_jax.models.qwen3_moe.config import Qwen3MoeConfig
@@ -71,6 +73,22 @@ SHAPES = {
             rope_theta=1e6,
         ),
     ),
+    "gpt-oss-20b": (  # experts in floating point, not MXFP4 as released
+        GptOssConfig,
+        dict(
+            vocab_size=201088,
+            hidden_size=2880,
+            intermediate_size=2880,
+            num_hidden_layers=24,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            num_local_experts=32,
+            num_experts_per_tok=4,
+            sliding_window=128,
+            max_position_embeddings=131072,
+        ),
+    ),
 }
 
 # Output projections are this much smaller than usual.
@@ -91,7 +109,7 @@ class RandomRows:
         for name, (shape, dtype) in spec.tensors.items():
             count = int(np.prod(shape))
             unit = rng.standard_normal(min(count, 1 << 22), np.float32) * shape[-1] ** -0.5
-            if name == "down":
+            if name.startswith("down"):
                 unit *= QUIET
             whole = np.resize(unit.astype(dtype), count + self._slack)
             self._blocks[name] = whole
@@ -108,6 +126,12 @@ class RandomRows:
 
     def close(self):
         """Nothing to release."""
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def normal(key, std, *, shape, dtype):
+    """Normal numbers of deviation `std`; compiled once a shape, not once a layer."""
+    return (jax.random.normal(key, shape, dtype) * std).astype(dtype)
 
 
 def random_parts(shape: str, layers: int | None = None, dtype="bfloat16", seed: int = 0, **changes) -> Parts:
@@ -133,7 +157,7 @@ def random_parts(shape: str, layers: int | None = None, dtype="bfloat16", seed: 
         std = 1.0 if name.startswith("embed") else leaf.shape[-1] ** -0.5
         if name.endswith("attn/out/weight"):
             std *= QUIET
-        return jax.jit(lambda k: (jax.random.normal(k, leaf.shape, leaf.dtype) * std).astype(leaf.dtype))(k)
+        return normal(k, std, shape=leaf.shape, dtype=leaf.dtype)
 
     params = jax.tree_util.tree_map_with_path(make, abstract)
     tensors = {name: (s, dtype) for name, s in cfg.expert_row_shapes().items()}
