@@ -43,6 +43,7 @@ from pathlib import Path
 
 import numpy as np
 import tiny_recipes
+import tiny_recipes_deepseek_v4
 import tiny_recipes_fused
 import tiny_recipes_nllb
 import tiny_recipes_quantised
@@ -52,6 +53,7 @@ from tiny_recipes import Recipe, Tensors, initial_value
 
 RECIPES = (
     tiny_recipes.RECIPES
+    | tiny_recipes_deepseek_v4.RECIPES
     | tiny_recipes_fused.RECIPES
     | tiny_recipes_nllb.RECIPES
     | tiny_recipes_quantised.RECIPES
@@ -262,7 +264,12 @@ def reference_outputs(name: str, directory: Path) -> Tensors:
             return_dict_in_generate=True,
             output_logits=True,
         )
-        padded = model(input_ids=batch, attention_mask=mask, position_ids=positions, use_cache=False)
+        if r.padding:
+            padded = model(input_ids=batch, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        else:
+            padded = torch.zeros(*batch.shape, vocabulary)
+            for row, real in enumerate(mask.bool()):
+                padded[row, real] = model(input_ids=batch[row : row + 1, real], use_cache=False).logits[0]
 
     arrays = {
         "input_ids": prompt.numpy(),
@@ -272,7 +279,7 @@ def reference_outputs(name: str, directory: Path) -> Tensors:
         "batch_input_ids": batch.numpy(),
         "batch_attention_mask": mask.numpy(),
         "batch_position_ids": positions.numpy(),
-        "batch_logits": padded.logits.numpy(),
+        "batch_logits": padded.numpy(),
         "weights_crc32": np.array(fingerprint(checkpoint_tensors(name)), np.int64),
         **{f"hidden/{i}": state.numpy() for i, state in enumerate(full.hidden_states)},
         **recorder.arrays,

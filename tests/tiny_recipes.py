@@ -33,6 +33,7 @@ class Recipe:
         float_layout: for packed formats, the same weights as floating-point tensors: what the oracle loads, without the
             config's `quantization_config`.
         reference: computes the expected outputs, (recipe, directory) -> arrays; None: as a decoder-only model.
+        padding: the oracle's model knows padding; without it the rows of the batch run one by one.
     """
 
     about: str
@@ -45,6 +46,7 @@ class Recipe:
     value: Callable[..., np.ndarray] | None = None
     float_layout: Callable[[Tensors], Tensors] | None = None
     reference: Callable[..., Tensors] | None = None
+    padding: bool = True
 
     @property
     def text_config(self) -> dict:

@@ -34,11 +34,13 @@ class LayerCache:
     paged: name -> shape of what it stores for every token, such as {"k": (G, H), "v": (G, H)}.
     states: name -> what it stores once a sequence, however long; all zero before the first token.
     every: tokens that one entry of `paged` stands for, a power of two; more than 1 where tokens are compressed.
+    source: in an encoder-decoder, name -> shape of what it stores for every token of the source, once a request.
     """
 
     paged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     states: Mapping[str, StateTensor] = field(default_factory=dict)
     every: int = 1
+    source: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def page_entries(self, page_size: int) -> int:
         """Entries of this layer in a page of `page_size` tokens: an entry lies in the page of its first token.
@@ -68,6 +70,12 @@ def state_bytes(layout: Sequence[LayerCache], dtype) -> int:
     return sum(math.prod(state.shape) * jnp.dtype(state.dtype or dtype).itemsize for state in states)
 
 
+def source_bytes(layout: Sequence[LayerCache], dtype) -> int:
+    """Bytes that one token of a source takes over all layers."""
+    numbers = sum(math.prod(shape) for layer in layout for shape in layer.source.values())
+    return numbers * jnp.dtype(dtype).itemsize
+
+
 def create_states(layout: Sequence[LayerCache], batch: int, dtype) -> tuple[dict[str, Array], ...]:
     """Zero states of `batch` sequences, a dict a layer: name -> [B, *shape]."""
     return tuple(
@@ -78,7 +86,7 @@ def create_states(layout: Sequence[LayerCache], batch: int, dtype) -> tuple[dict
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pages", "states", "page_table", "lengths"],
+    data_fields=["pages", "states", "page_table", "lengths", "source_lengths"],
     meta_fields=["page_size"],
 )
 @dataclass(frozen=True)
@@ -90,6 +98,7 @@ class PagedKV:
     belongs to nobody: unused entries of the table point to it and dead positions write to it, so its content is never
     meaningful. States belong to the rows of the batch, and a layer must leave the state of a row alone where the row
     has no live token.
+    In an encoder-decoder the states also hold what layers keep of the source, padded to the longest of the batch.
     All methods are pure; donate the old value at the jit boundary and pages and states are updated in place.
     """
 
@@ -98,6 +107,7 @@ class PagedKV:
     page_table: Array  # [B, pages] int32
     lengths: Array  # [B] int32, tokens stored
     page_size: int  # P, tokens a page (static)
+    source_lengths: Array | None = None  # [B] int32, tokens of each source; None without an encoder
 
     @classmethod
     def create(
@@ -196,6 +206,28 @@ class PagedKV:
         pool = self.pages[layer][name]
         _, entries, *shape = pool.shape
         return pool.at[table].get(mode="promise_in_bounds").reshape(B, n * entries, *shape)
+
+    def gather_entries(self, layer: int, name: str, every: int) -> Array:
+        """`gather` where `layer` stores an entry for `every` tokens: entry w of a sequence comes at index w."""
+        if every <= self.page_size:
+            return self.gather(layer, name)
+        B, pages = self.page_table.shape
+        columns = jnp.arange(0, pages, every // self.page_size, dtype=jnp.int32)
+        return self.gather(layer, name, jnp.broadcast_to(columns, (B, columns.size)))
+
+    def take(self, layer: int, name: str, positions: Array) -> Array:
+        """What `write` stored at positions [B, n]: [B, n, *shape]. Positions must be covered by the page table."""
+        P, pool = self.page_size, self.pages[layer][name]
+        pages = jnp.take_along_axis(self.page_table, positions // P, axis=1, mode="clip")
+        return pool.at[pages, positions % P * pool.shape[1] // P].get(mode="promise_in_bounds")
+
+    def with_source(self, kept: Sequence[Mapping[str, Array]], lengths: Array) -> "PagedKV":
+        """The same cache with what the layers keep of the sources.
+
+        kept: a layer: name -> [B, S, *shape], all names of its `LayerCache.source`; lengths [B] int32, at most S.
+        """
+        states = tuple({**old, **new} for old, new in zip(self.states, kept, strict=True))
+        return replace(self, states=states, source_lengths=lengths)
 
     def with_states(self, layer: int, states: Mapping[str, Array]) -> "PagedKV":
         """The same cache with new states of `layer` (static): name -> [B, *shape], all names of the layer."""

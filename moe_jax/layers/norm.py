@@ -46,18 +46,27 @@ class ZeroCentredRMSNorm(nnx.Module):
         return rms_norm(x.astype(jnp.float32), 1.0 + self.weight[...].astype(jnp.float32), self.eps).astype(x.dtype)
 
 
-class LayerNorm(nnx.Module):
-    """(x - mean) / sqrt(variance + eps) * weight over the last axis, in float32, without bias; x's dtype.
-
-    Formula: Ba et al. 2016, "Layer Normalization". The weight [features] starts at one.
-    """
+class Float32RMSNorm(WideRMSNorm):
+    """`WideRMSNorm` with a float32 weight whatever the compute dtype `dtype` is, as in DeepSeek-V4."""
 
     def __init__(self, features: int, dtype, *, eps: float):
+        super().__init__(features, jnp.float32, eps=eps)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + eps) * weight (+ bias) over the last axis, in float32; x's dtype.
+
+    Formula: Ba et al. 2016, "Layer Normalization". The weight [features] starts at one, the bias, if any, at zero.
+    """
+
+    def __init__(self, features: int, dtype, *, eps: float, bias: bool = False):
         self.weight = nnx.Param(jnp.ones((features,), dtype))
+        self.bias = nnx.Param(jnp.zeros((features,), dtype)) if bias else None
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         inverse = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
-        return (centred * inverse * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        normed = centred * inverse * self.weight[...].astype(jnp.float32)
+        return (normed if self.bias is None else normed + self.bias[...].astype(jnp.float32)).astype(x.dtype)

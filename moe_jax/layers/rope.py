@@ -104,3 +104,22 @@ def apply_rope_pairs(x: Array, cos: Array, sin: Array) -> Array:
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     halves = jnp.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1)
     return apply_rope(halves, cos, sin).astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary embedding of the last `dim` components of a head, 2i together with 2i + 1; what `rope_tables` needs."""
+
+    dim: int
+    theta: float
+    yarn: Yarn | None = None
+
+    def turn(self, x: Array, positions: Array, *, back: bool = False) -> Array:
+        """Heads x [B, T, N, H] rotated by positions [B, T], or by their negatives with `back`; computed in float32."""
+        cos, sin = rope_tables(positions, self.dim, self.theta, jnp.float32, self.yarn)
+        cos, sin = cos[:, :, None, :], (-sin if back else sin)[:, :, None, :]  # [B, T, 1, dim / 2]
+        still, turning = jnp.split(x, (x.shape[-1] - self.dim,), axis=-1)
+        pairs = turning.astype(jnp.float32).reshape(*turning.shape[:-1], self.dim // 2, 2)
+        first, second = pairs[..., 0], pairs[..., 1]
+        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return jnp.concatenate([still, turned.reshape(turning.shape).astype(x.dtype)], axis=-1)

@@ -20,6 +20,9 @@ from moe_jax.models.deepseek_v2.params import WEIGHT_TABLE as DEEPSEEK_V2_TABLE
 from moe_jax.models.deepseek_v3.config import DeepseekV3Config
 from moe_jax.models.deepseek_v3.modeling import DeepseekV3ForCausalLM
 from moe_jax.models.deepseek_v3.params import WEIGHT_TABLE as DEEPSEEK_V3_TABLE
+from moe_jax.models.deepseek_v4.config import DeepseekV4Config
+from moe_jax.models.deepseek_v4.modeling import DeepseekV4ForCausalLM
+from moe_jax.models.deepseek_v4.params import WEIGHT_TABLE as DEEPSEEK_V4_TABLE
 from moe_jax.models.gpt_oss.config import GptOssConfig
 from moe_jax.models.gpt_oss.modeling import GptOssForCausalLM
 from moe_jax.models.gpt_oss.params import WEIGHT_TABLE as GPT_OSS_TABLE
@@ -76,6 +79,7 @@ FAMILIES = (
     Family("olmoe", "OlmoeForCausalLM", OlmoeConfig, OlmoeForCausalLM, OLMOE_TABLE),
     Family("deepseek_v2", "DeepseekV2ForCausalLM", DeepseekV2Config, DeepseekV2ForCausalLM, DEEPSEEK_V2_TABLE),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Config, DeepseekV3ForCausalLM, DEEPSEEK_V3_TABLE),
+    Family("deepseek_v4", "DeepseekV4ForCausalLM", DeepseekV4Config, DeepseekV4ForCausalLM, DEEPSEEK_V4_TABLE, tied=()),
     Family("jamba", "JambaForCausalLM", JambaConfig, JambaForCausalLM, JAMBA_TABLE),
     Family("gpt_oss", "GptOssForCausalLM", GptOssConfig, GptOssForCausalLM, GPT_OSS_TABLE),
     Family("dbrx", "DbrxForCausalLM", DbrxConfig, DbrxForCausalLM, DBRX_TABLE, tied=()),

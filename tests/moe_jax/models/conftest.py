@@ -14,23 +14,12 @@ from flax import nnx
 from host_offload.store import ExpertStore
 from moe_jax.checkpoint.loading import load_params
 from moe_jax.checkpoint.mapping import map_checkpoint
+from moe_jax.checkpoint.quantization import Quantization
 from moe_jax.checkpoint.reader import Checkpoint
 from moe_jax.engine.kv_cache import PageAllocator, PagedKV
 from moe_jax.models.config import DecoderConfig
 from moe_jax.models.registry import abstract_params, family_for, targets
 from pallas_kernels.expert_ffn import ExpertSpec
-from pallas_kernels.formats import MXFP4
-
-# e2m1: the value of each of the 16 codes.
-FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-
-
-def mxfp4_values(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The matrices [.., out, in] of MXFP4 words and scales, by table and byte by byte."""
-    packed, exponent = words.view(np.uint8), scales.view(np.uint8)
-    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
-    exponent = np.repeat(exponent, 32, axis=-1)[..., : codes.shape[-1]].astype(np.int32)
-    return np.ldexp(FP4[codes], exponent - 127)
 
 
 def dense_experts(slabs: dict[str, list[jax.Array]], spec: ExpertSpec) -> Callable:
@@ -45,16 +34,35 @@ def dense_experts(slabs: dict[str, list[jax.Array]], spec: ExpertSpec) -> Callab
 
         gate_up, down = slabs["gate_up"][layer], slabs["down"][layer]
         gate, up = jnp.split(jnp.einsum("td,efd->tef", x, gate_up) + bias("gate_up"), 2, axis=-1)
-        if spec.activation == "silu":
-            hidden = jax.nn.silu(gate) * up
-        else:
+        if spec.limit is not None:
             gate, up = jnp.minimum(gate, spec.limit), jnp.clip(up, -spec.limit, spec.limit)
+        if spec.activation == "clamped_swiglu":
             hidden = (up + 1) * gate * jax.nn.sigmoid(spec.alpha * gate)
+        else:
+            hidden = jax.nn.silu(gate) * up
         outputs = jnp.einsum("tef,edf->ted", hidden, down) + bias("down")  # [T, E, D]
         chosen = jnp.take_along_axis(outputs, ids[:, :, None], axis=1)  # [T, K, D]
         return jnp.sum(chosen * weights[:, :, None], axis=1), state + 1
 
     return experts
+
+
+def _decoded_experts(store, spec: ExpertSpec, D: int, F: int) -> dict[str, list[jax.Array]]:
+    """The weights and biases of all experts in float32, by name a list of the layers' [E, ...]."""
+    slabs = {}
+    for tensor, width in (("gate_up", D), ("down", F)):
+        form, slabs[tensor] = getattr(spec, tensor), []
+        rows = {name: store.spec.tensors[name] for name in spec.parts(tensor)}
+        for layer in range(store.spec.L):
+            filled = {name: np.empty((store.spec.E, *shape), dtype) for name, (shape, dtype) in rows.items()}
+            for name, out in filled.items():
+                store.fill(layer, name, out)
+            outs = spec.outs(tensor, rows[tensor][0][0])
+            parts = {suffix: jnp.asarray(filled[tensor + suffix]) for suffix in form.suffixes}
+            slabs[tensor].append(form.decode(parts, outs, width, jnp.float32))
+            if spec.biases:
+                slabs.setdefault(f"{tensor}_bias", []).append(jnp.asarray(filled[f"{tensor}_bias"], jnp.float32))
+    return slabs
 
 
 @dataclass
@@ -101,6 +109,12 @@ class TinyModel:
 
 
 @pytest.fixture(scope="session")
+def decoded_experts() -> Callable:
+    """`decoded_experts(store, spec, D, F)`: see `_decoded_experts`."""
+    return _decoded_experts
+
+
+@pytest.fixture(scope="session")
 def load_tiny(tiny) -> Callable[[str], TinyModel]:
     """`load_tiny(name)` is that tiny checkpoint through the family's weight table; loaded once a session."""
     loaded: dict[str, TinyModel] = {}
@@ -118,23 +132,13 @@ def load_tiny(tiny) -> Callable[[str], TinyModel]:
                     moe_layers=cfg.moe_layers,
                     num_experts=cfg.num_experts,
                     tied=family.tied,
+                    experts=cfg.expert_spec(),
+                    quantization=Quantization.from_hf(checkpoint.config),
                 )
                 graphdef, abstract = abstract_params(cfg, jnp.float32)
                 params = load_params(checkpoint, weight_map, abstract, progress=False)
-
                 store = ExpertStore.from_checkpoint(checkpoint, weight_map, np.float32)
-                slabs = {name: [] for name in store.spec.tensors}
-                for name, (shape, dtype) in store.spec.tensors.items():
-                    for layer in range(store.spec.L):
-                        rows = np.empty((store.spec.E, *shape), dtype)
-                        store.fill(layer, name, rows)
-                        slabs[name].append(rows)
-                spec = cfg.expert_spec()
-                for name in ("gate_up", "down"):
-                    if getattr(spec, name) == MXFP4():
-                        scales = slabs.pop(f"{name}_scale")
-                        slabs[name] = [mxfp4_values(w, s) for w, s in zip(slabs[name], scales, strict=True)]
-                slabs = {name: [jnp.asarray(rows, jnp.float32) for rows in layers] for name, layers in slabs.items()}
+                slabs = _decoded_experts(store, weight_map.experts, cfg.hidden_size, cfg.expert_width)
             loaded[name] = TinyModel(cfg, graphdef, params, slabs)
         return loaded[name]
 

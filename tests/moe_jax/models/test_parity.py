@@ -22,9 +22,11 @@ NAMES = (
     "qwen3_5_moe",
     "qwen3_5_moe_vl",
     "qwen3_5_moe_released",
+    "deepseek_v4",
 )
-RECURRENT = ("jamba", "qwen3_5_moe")
-SIGMOID_ROUTERS = ("deepseek_v3",)
+RECURRENT = ("jamba", "qwen3_5_moe", "deepseek_v4")
+# Scores that do not sum to one.
+UNNORMALISED_ROUTERS = ("deepseek_v3", "deepseek_v4")
 TOLERANCE = 1e-4  # logits have a standard deviation of about 2.5
 
 
@@ -53,7 +55,7 @@ def test_every_module_equals_transformers(name, load_tiny, expected):
     for i in sparse:
         np.testing.assert_array_equal(seen[f"router/{i}/ids"], want[f"router/{i}/indices"])
         close(name, seen[f"router/{i}/weights"], want[f"router/{i}/weights"], f"router/{i}/weights")
-        if name not in SIGMOID_ROUTERS:
+        if name not in UNNORMALISED_ROUTERS:
             close(name, jnp.sum(seen[f"router/{i}/scores"], axis=-1), np.ones(T), f"router/{i}/scores")
     close(name, logits, want["logits"], "logits")
     assert logits.dtype == jnp.float32
@@ -102,6 +104,7 @@ def test_greedy_decode_through_the_cache_equals_transformers(name, load_tiny, ex
         "gpt_oss",
         "dbrx",
         "qwen3_5_moe",
+        "deepseek_v4",
     ),
 )
 def test_batch_of_unequal_prompts_equals_the_left_padded_batch(name, load_tiny, expected):
@@ -124,7 +127,9 @@ def test_batch_of_unequal_prompts_equals_the_left_padded_batch(name, load_tiny, 
         close(name, last[row, 0], want["batch_logits"][row, mask[row]][-1], f"last of row {row}")
 
 
-@pytest.mark.parametrize("name", ("mixtral_swa_tied", "qwen3_moe", "deepseek_v2", "jamba", "gpt_oss", "qwen3_5_moe_vl"))
+@pytest.mark.parametrize(
+    "name", ("mixtral_swa_tied", "qwen3_moe", "deepseek_v2", "jamba", "gpt_oss", "qwen3_5_moe_vl", "deepseek_v4")
+)
 def test_prefill_in_padded_chunks_equals_one_pass(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
     ids = want["input_ids"]
@@ -140,7 +145,7 @@ def test_prefill_in_padded_chunks_equals_one_pass(name, load_tiny, expected):
     assert kv.lengths.tolist() == [T]
 
 
-@pytest.mark.parametrize("name", ("qwen3_moe", "jamba", "qwen3_5_moe"))
+@pytest.mark.parametrize("name", ("qwen3_moe", "jamba", "qwen3_5_moe", "deepseek_v4"))
 def test_a_finished_row_changes_nothing_for_the_others(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
     ids = np.concatenate([want["input_ids"], want["input_ids"][:, ::-1]])
@@ -164,7 +169,7 @@ def test_a_finished_row_changes_nothing_for_the_others(name, load_tiny, expected
 
 
 @pytest.mark.parametrize("tokens", (1, 8), ids=("decode", "prefill"))
-@pytest.mark.parametrize("name", ("qwen3_moe", "deepseek_v2_lite", "jamba", "qwen3_5_moe"))
+@pytest.mark.parametrize("name", ("qwen3_moe", "deepseek_v2_lite", "jamba", "qwen3_5_moe", "deepseek_v4"))
 def test_pools_are_updated_in_place(name, tokens, load_tiny):
     tiny = load_tiny(name)
     kv = tiny.cache([52])  # 14 pages: no other array of the step has a pool's shape
