@@ -15,20 +15,7 @@ from jax import Array
 
 from moe_jax.layers.linear import project
 from moe_jax.layers.norm import rms_norm
-
-
-def sinkhorn(logits: Array, iterations: int, eps: float) -> Array:
-    """A nearly doubly stochastic matrix [..., n, n] from logits of that shape (Sinkhorn and Knopp 1967).
-
-    softmax over rows plus eps; then columns are divided by their sum, and rows and columns in turn `iterations` - 1
-    times, with eps added to every sum. The last step leaves columns (axis -2) that sum to 1.
-    """
-    matrix = jax.nn.softmax(logits, axis=-1) + eps
-    matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
-    for _ in range(iterations - 1):
-        matrix = matrix / (jnp.sum(matrix, axis=-1, keepdims=True) + eps)
-        matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
-    return matrix
+from pallas_kernels.sinkhorn import sinkhorn
 
 
 def normalised(streams: Array, eps: float) -> Array:

@@ -23,6 +23,7 @@ from jaxlib.triton import dialect as triton
 
 from pallas_kernels.expert_ffn import SILU, ExpertSpec, expert_ffn_decode, expert_ffn_round
 from pallas_kernels.router_topk import router_topk
+from pallas_kernels.sinkhorn import sinkhorn_kernel
 from pallas_kernels.slot_plan import slot_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -288,6 +289,14 @@ def test_router_topk_at_real_shapes(E, K, T):
         ("router_topk", [(T, E), (T, K), (T, K)])
     ]
     assert all(operand.offset_bits for operand in kernels[0][1])
+    check_offsets(kernels)
+
+
+@pytest.mark.parametrize("T", [1, 8192])
+def test_sinkhorn_at_real_shapes(T):
+    run = functools.partial(sinkhorn_kernel, iterations=20, eps=1e-6)
+    kernels = lower(run, arrays(T, 4, 4, dtype=jnp.float32))
+    assert [(name, [o.shape for o in operands]) for name, operands in kernels] == [("sinkhorn", [(T, 4, 4)] * 2)]
     check_offsets(kernels)
 
 
