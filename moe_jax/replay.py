@@ -5,6 +5,7 @@ traced routing has on this machine, whatever the weights of the model: a trace o
 experts of another. `host_offload.simulate` predicts the same hits.
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,11 +33,11 @@ def replay(
 ) -> list[np.ndarray]:
     """Runs requests of `trace` from their first row to their last; what `MoE.replay` does.
 
-    A request is prefilled with its prefill rows (or its first row, if the trace holds decoding only) in chunks of
-    `prefill_chunk`, and decoded with the rest; requests that share steps are a batch. The cache is not emptied between
-    requests and the policy is told of each, as in `generate`: `simulate(trace, policy, reset="never")` gives the hits
-    of a replay after `set_cache`, if the trace's prefill steps are the engine's chunks. The trace that `record` makes
-    holds the steps as they were.
+    A request is prefilled with its prefill rows (see `with_prompts`) in chunks of `prefill_chunk`, and decoded with the
+    rest; requests that share steps are a batch. The cache is not emptied between requests and the policy is told of
+    each, as in `generate`: `simulate(with_prompts(trace), policy, reset="never")` gives the hits of a replay after
+    `set_cache`, if the trace's prefill steps are the engine's chunks. The trace that `record` makes holds the steps as
+    they were.
 
     Args:
         moe: the model; its MoE layers, experts a layer and experts a token must be those of the trace.
@@ -57,6 +58,7 @@ def replay(
             `error.partial` holds the ids of the requests made so far.
     """
     _check_fit(moe, trace)
+    trace = with_prompts(trace)
     batches = [[_Request(trace, number) for number in batch] for batch in _batches(moe, trace, requests)]
     order = [request for batch in batches for request in batch]
     _give_prompts(moe, order, prompts)
@@ -86,6 +88,16 @@ def replay(
     return new
 
 
+def with_prompts(trace: Trace) -> Trace:
+    """`trace` with a prefill row in every request: the engine decodes only after one, so a request that was recorded
+    without its prompt is prefilled with its first row."""
+    numbers, first = np.unique(trace.request, return_index=True)
+    prompted = np.unique(trace.request[trace.phase == PREFILL])
+    phase = trace.phase.copy()
+    phase[first[~np.isin(numbers, prompted)]] = PREFILL
+    return dataclasses.replace(trace, phase=phase)
+
+
 class _Request:
     """A request's rows in the order of its tokens, and how many of them are prefilled."""
 
@@ -95,7 +107,7 @@ class _Request:
         phase = trace.phase[self.rows]
         if (np.diff(phase.astype(np.int8)) < 0).any():
             raise InputError(f"trace: request {number} has prefill rows after decoded ones; it cannot be replayed")
-        self.prefilled = int((phase == PREFILL).sum()) or 1
+        self.prefilled = int((phase == PREFILL).sum())
         self.new_tokens = len(self.rows) - self.prefilled + 1
         self.first, self.last = int(trace.step[self.rows[0]]), int(trace.step[self.rows[-1]])
         self.prompt = np.zeros(self.prefilled, np.int32)

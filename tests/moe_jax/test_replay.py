@@ -8,6 +8,7 @@ from host_offload.simulate import COUNTERS, simulate
 from host_offload.trace import Trace, concatenate
 from moe_jax import MoE
 from moe_jax.errors import InputError, TransportError
+from moe_jax.replay import with_prompts
 
 NEW = 6
 COUNTED = COUNTERS[:4]
@@ -115,14 +116,14 @@ def test_hits_are_the_simulators(moe):
         ids = moe.replay(trace, [2, 0])  # run by first step, whatever the order of the numbers
         assert [len(row) for row in ids] == [11, 6]
         slots = moe.stats()["slots"]["total"]
-        result = simulate(trace.select([0, 2]), policy, slots=slots, reset="never", backend="numpy")
-        ours = counters(moe)
-        np.testing.assert_array_equal(ours.sum(0), result.counters[..., :4].sum(0))
-        if policy == "lru" and share == 0.5:
-            assert ours[1].sum() and result.in_phase("decode")["misses"]
-        # Request 0 has no prompt: its first row is prefilled, all else is in the phase that the trace says.
-        assert moe.stats()["last"]["decode"]["tokens"] == result.tokens[1] - 1
-        assert moe.stats()["last"]["prefill"]["tokens"] == result.tokens[0] + 1
+        # Request 0 has no prompt: its first row is prefilled.
+        served = with_prompts(trace.select([0, 2]))
+        assert served.phase.tolist() == [0] + [1] * 10 + [0] * 2 + [1] * 5
+        result = simulate(served, policy, slots=slots, reset="never", backend="numpy")
+        np.testing.assert_array_equal(counters(moe), result.counters[..., :4])
+        assert result.in_phase("decode")["misses"]
+        for index, phase in enumerate(("prefill", "decode")):
+            assert moe.stats()["last"][phase]["tokens"] == result.tokens[index]
 
 
 def test_policies_see_the_traced_scores(moe):
