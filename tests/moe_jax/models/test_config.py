@@ -39,6 +39,7 @@ DEEPSEEK = {
 }
 MORE = {"deepseek_v2": DEEPSEEK | {"topk_method": "group_limited_greedy"}, "deepseek_v3": DEEPSEEK}
 MORE["jamba"] = {"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_d_state": 3}
+MORE["qwen3_5_moe"] = {"full_attention_interval": 2}
 
 
 def read(name: str, **changes):
