@@ -3,9 +3,10 @@
     python experiments/calibrate.py --shape qwen3-30b-a3b --layers 24 --out cost.json
     python experiments/calibrate.py --model DIRECTORY --check lfu:0.4,lfru:0.25 --out cost.json
 
-Copies of several sizes give the link curve; the running engine, at several slot shares, the all-hit time and the time
-of a miss in each transport; a loop over the host's part of an event the time of each policy. `--check` then runs
-settings that were not used, replays their own trace in the simulator, and prints predicted beside measured ms/token.
+Copies of several sizes give the link curve; the running engine, at several slot shares, the all-hit time and the times
+of a miss and of an event with any in each transport; a loop over the host's part of an event the time of each policy.
+`--check` then runs settings that were not used, replays their own trace in the simulator, and prints predicted beside
+measured ms/token. `replay_traces.py` does the same with the routing of a trace.
 """
 
 import importlib.metadata
@@ -40,19 +41,36 @@ def measure_copies(sizes):
     return [nbytes / (measure_link(nbytes) * 1e9) for nbytes in sizes]
 
 
-def measure_decode(moe, prompt, tokens, repeats):
-    """(misses a step, seconds a step) of decoding `tokens`: the median of `repeats` calls.
+def measure_decode(moe, policy, prompt, tokens, repeats):
+    """Decodes `tokens` under the cache as it is set: a dict of figures a step, with the simulator beside the engine.
 
-    A call before them fills the cache. All are alike (greedy), so a cache that holds every expert misses none.
+    A call that records the routing fills the cache, then `repeats` are timed; being greedy all are alike, so the same
+    trace, replayed as often, tells what each of them met. seconds: of the median call. misses, miss_events: a step,
+    over the timed calls. hit_rate. hits_equal: engine and simulator agree in every call. result: the simulator's
+    `Result` of the last call.
     """
-    moe.generate(prompt, tokens + 1, eos_token_id=[])
-    runs = []
+    moe.generate(prompt, tokens + 1, eos_token_id=[], trace=True)
+    trace = moe.trace()
+    settings = {"slots": moe.stats()["slots"]["total"], "reset": "never", "backend": "numpy"}
+    result = simulate(trace, policy, row_bytes=moe.stats()["experts"]["bytes_each"], **settings)
+    runs, equal, miss_events = [], True, 0
     for _ in range(repeats):
         moe.generate(prompt, tokens + 1, eos_token_id=[])
-        decode = moe.stats()["last"]["decode"]
-        runs.append((decode["seconds"] / decode["steps"], decode["misses"] / decode["steps"]))
-    seconds, misses = sorted(runs)[len(runs) // 2]
-    return misses, seconds
+        runs.append(moe.stats()["last"]["decode"])
+        result = simulate(trace, policy, warm=result, row_bytes=result.row_bytes, **settings)
+        counts = result.in_phase("decode")
+        equal &= counts["hits"] == runs[-1]["hits"]
+        miss_events += counts["miss_events"]
+    steps = sum(run["steps"] for run in runs)
+    seconds = sorted(run["seconds"] / run["steps"] for run in runs)
+    return {
+        "seconds": seconds[len(seconds) // 2],
+        "misses": sum(run["misses"] for run in runs) / steps,
+        "miss_events": miss_events / steps,
+        "hit_rate": runs[-1]["hit_rate"],
+        "hits_equal": equal,
+        "result": result,
+    }
 
 
 def measure_policies(names, L, E, K, share, events=400, seed=0):
@@ -76,35 +94,24 @@ def measure_policies(names, L, E, K, share, events=400, seed=0):
 
 
 def check(moe, cost, transport, policy, share, prompt, tokens, repeats):
-    """One setting: predicted and measured ms a step, and whether engine and simulator counted the same hits.
-
-    The timed calls start from a filled cache, so the recorded one does too: the replay is of two calls in a row.
-    """
+    """One setting: predicted and measured ms a step, and whether engine and simulator counted the same hits."""
     moe.set_cache(policy, transport=transport, cache_rate=share)
-    _, seconds = measure_decode(moe, prompt, tokens, repeats)
-    moe.set_cache(policy, transport=transport, cache_rate=share)
-    for _ in range(2):
-        moe.generate(prompt, tokens + 1, eos_token_id=[], trace=True)
-    decode = moe.stats()["last"]["decode"]
-    trace = moe.trace()
-    first, second = (trace.select([request]) for request in np.unique(trace.request))
-    slots = moe.stats()["slots"]
-    settings = {
-        "slots": slots["total"],
-        "reset": "never",
-        "backend": "numpy",
-        "row_bytes": cost.of(transport).row_bytes,
-    }
-    result = simulate(second, policy, warm=simulate(first, policy, **settings), **settings)
+    run = measure_decode(moe, policy, prompt, tokens, repeats)
     return {
         "transport": transport,
         "policy": policy,
         "share": share,
-        "hit_rate": decode["hit_rate"],
-        "hits_equal": result.in_phase("decode")["hits"] == decode["hits"],
-        "measured_ms": seconds * 1e3,
-        "predicted_ms": predict_ms_per_token(result, cost, transport=transport),
+        "hit_rate": run["hit_rate"],
+        "hits_equal": run["hits_equal"],
+        "measured_ms": run["seconds"] * 1e3,
+        "predicted_ms": predict_ms_per_token(run["result"], cost, transport=transport),
     }
+
+
+def fit_levels(levels, **geometry):
+    """The `DecodeCost` of measured levels, dicts with seconds, misses and miss_events a step."""
+    columns = ([level[name] for level in levels] for name in ("misses", "seconds", "miss_events"))
+    return DecodeCost.fit(*columns, **geometry)
 
 
 def calibrate(moe, *, prompt, tokens, shares, transports, policies, repeats, progress=True):
@@ -116,11 +123,10 @@ def calibrate(moe, *, prompt, tokens, shares, transports, policies, repeats, pro
     steps = [(transport, share) for transport in transports for share in shares]
     for transport, share in track(steps, "calibrating", console=console, disable=not progress):
         moe.set_cache("lru", transport=transport, cache_rate=share)
-        points.setdefault(transport, []).append(measure_decode(moe, prompt, tokens, repeats))
+        points.setdefault(transport, []).append(measure_decode(moe, "lru", prompt, tokens, repeats))
     geometry = {"L": spec.L, "K": cfg.num_experts_per_tok, "row_bytes": spec.row_bytes, "policy": "lru"}
-    for transport, measured in points.items():
-        misses, seconds = zip(*measured, strict=True)
-        decode[transport] = DecodeCost.fit(misses, seconds, **geometry)
+    for transport, levels in points.items():
+        decode[transport] = fit_levels(levels, **geometry)
     return CostModel(
         device=jax.devices()[0].device_kind,
         link=LinkCurve.fit(sizes, copies),
@@ -133,7 +139,10 @@ def calibrate(moe, *, prompt, tokens, shares, transports, policies, repeats, pro
             "context": len(prompt),
             "tokens": tokens,
             "copies": [list(pair) for pair in zip(sizes, copies, strict=True)],
-            "decode": {name: [list(pair) for pair in measured] for name, measured in points.items()},
+            "decode": {
+                name: [{key: level[key] for key in ("misses", "miss_events", "seconds")} for level in levels]
+                for name, levels in points.items()
+            },
         },
     )
 
@@ -145,10 +154,11 @@ def show(cost):
         f"{cost.device}: link {link.bytes_per_second / 1e9:.2f} GB/s + {link.copy_seconds * 1e6:.1f} us a copy, "
         f"memory read {cost.memory_bytes_per_second / 1e9:.0f} GB/s"
     )
-    table = Table("transport", "all hit ms", "us/layer", "miss us", "miss GB/s", "largest error of the fit")
+    table = Table("transport", "all hit ms", "us/layer", "miss us", "miss GB/s", "event us", "largest error of the fit")
     for name, one in cost.decode.items():
         rate = one.row_bytes / one.miss_seconds / 1e9
         times = one.all_hit_seconds * 1e3, one.all_hit_seconds / one.L * 1e6, one.miss_seconds * 1e6, rate
+        times += (one.event_seconds * 1e6,)
         table.add_row(name, *(f"{value:.2f}" for value in times), f"{one.fit_error:.1%}")
     console.print(table)
     console.print("host time an event: " + ", ".join(f"{n} {s * 1e6:.0f} us" for n, s in cost.policy_seconds.items()))
@@ -163,7 +173,7 @@ def main(
     dry: bool = typer.Option(False, help="shrink the random model: does it run?"),
     context: int = typer.Option(64, help="prompt tokens"),
     tokens: int = typer.Option(64, help="decode tokens of a timed call"),
-    shares: str = typer.Option("1.0,0.5,0.25", help="slot shares to measure; the first must be 1"),
+    shares: str = typer.Option("1.0,0.6,0.4,0.2", help="slot shares to measure; the first must be 1"),
     transports: str = typer.Option(",".join(TRANSPORTS), help="transports"),
     policies: str = typer.Option("all", help="policies whose host time is measured, or all"),
     repeats: int = typer.Option(5, help="timed calls of each setting; the median counts"),

@@ -27,6 +27,8 @@ FORMAT = "moe-jax-cost-model"
 VERSION = 1
 # Levels whose misses an event differ by less than this share do not tell the cost of an event from that of its misses.
 MIN_SPREAD = 0.05
+# As few levels as numbers to fit would be met exactly, noise and all.
+MIN_LEVELS = 4
 
 
 class CostModelError(ValueError):
@@ -115,8 +117,8 @@ class DecodeCost:
         """From measured levels: `misses` a step (one level must have none) and `seconds` a step of each.
 
         seconds = all_hit + event * miss_events + miss * misses with the least squared relative error; `miss_events` are
-        events with a miss a step. Where they are None, or proportional to the misses at the levels given, the event's
-        part is in the miss. Raises CostModelError without a level of no misses and one of some, if misses cost nothing,
+        events with a miss a step. With fewer than four levels, or miss_events that are None or proportional to the
+        misses, the two cannot be told apart, and the event's part is in the miss. Raises CostModelError without a level of no misses and one of some, if misses cost nothing,
         or if miss_events contradict misses.
         """
         misses, seconds = np.asarray(misses, np.float64), np.asarray(seconds, np.float64)
@@ -135,7 +137,7 @@ class DecodeCost:
                     "has at least one"
                 )
             ratio = events[misses > 0] / misses[misses > 0]
-            if np.ptp(ratio) > MIN_SPREAD * ratio.max():  # else the two cannot be told apart
+            if len(misses) >= MIN_LEVELS and np.ptp(ratio) > MIN_SPREAD * ratio.max():
                 columns.append(events)
         weighted = np.stack(columns, axis=1) / seconds[:, None]
         all_hit, miss, event = np.append(np.linalg.lstsq(weighted, np.ones_like(misses), rcond=None)[0], 0.0)[:3]

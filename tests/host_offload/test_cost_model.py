@@ -84,7 +84,8 @@ def test_decode_fit_tells_events_from_their_misses(event, miss):
     assert cost.miss_seconds == pytest.approx(miss, rel=1e-4)
     assert cost.event_seconds == pytest.approx(event, rel=1e-3, abs=1e-8)
     assert cost.all_hit_seconds == pytest.approx(2e-3, rel=1e-5) and cost.fit_error < 1e-6
-    # Two misses an event at every level: the event's part is in the miss.
+    # Three levels, or two misses an event at every level: the event's part is in the miss.
+    assert DecodeCost.fit(misses[:3], seconds[:3], events[:3], L=L, K=K, row_bytes=ROW, policy="lru").event_seconds == 0
     even = DecodeCost.fit(misses, 2e-3 + (miss + event / 2) * misses, misses / 2, L=L, K=K, row_bytes=ROW, policy="lru")
     assert even.event_seconds == 0 and even.miss_seconds == pytest.approx(miss + event / 2, rel=1e-3)
 
