@@ -29,7 +29,7 @@ from moe_jax.engine.loading import (
 )
 from moe_jax.engine.stats import RunStats
 from moe_jax.errors import CheckpointError, ConfigError, InputError, MoEJaxError, TransportError
-from moe_jax.generation.inputs import PreparedBatch, assemble, prepare
+from moe_jax.generation.request import make_request, prepare_forward
 from moe_jax.generation.sampling import SamplingParams
 from moe_jax.generation.text import IncrementalDecoder, StreamerFeed, load_tokenizer, require_tokenizer
 from moe_jax.models.config import text_settings
@@ -118,7 +118,8 @@ class MoE:
         self.max_sequence_length, pages = kv_plan(parts.cfg, parts.dtype, config, memory)
         dense = sum(leaf.nbytes for leaf in _leaves(parts.params))
         kv = pages * parts.cfg.kv_page_bytes(config.page_size, parts.dtype)
-        states = power_of_two(config.max_batch) * parts.cfg.state_bytes(parts.dtype)
+        source = self.max_sequence_length * parts.cfg.source_bytes_per_token(parts.dtype)
+        states = power_of_two(config.max_batch) * (parts.cfg.state_bytes(parts.dtype) + source)
         spec = parts.spec
         kind, why = choose_transport(config, memory, spec.L * spec.E * spec.row_bytes)
         logger.info("transport %s: %s", kind, why)
@@ -181,32 +182,34 @@ class MoE:
             seed: of the draws; default the configuration's.
             trace: record routing for `trace()`; default the configuration's `trace`.
             sampling: `do_sample, temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, pad_token_id`,
-                `stop`; see `SamplingParams`. generation_config.json gives the defaults.
+                `stop`; see `SamplingParams`. generation_config.json gives the defaults. An encoder-decoder also takes
+                `forced_bos_token_id` (the target language of a translation) and `decoder_start_token_id`.
 
         Returns:
             For ids: int32 [B, T + new], prompt and new ids ([T + new] for one sequence). For text: the new text(s).
+            Of an encoder-decoder the prompt is the source, and the ids are those of the target: start token and new.
 
         Raises:
             InputError, ConfigError: before any work. TransportError: experts could not be moved; `error.partial` holds
             what this call would have returned for the tokens made so far.
         """
-        batch, params = self._prepare(inputs, input_ids, attention_mask, max_new_tokens, sampling | {"seed": seed})
+        request = self._request(inputs, input_ids, attention_mask, max_new_tokens, sampling | {"seed": seed})
         feed = None if streamer is None else StreamerFeed(streamer)
         if feed:
-            feed.prompt(batch.input_ids)
-        session = Session(self, batch, params, trace)
+            feed.prompt(request.batch.input_ids)
+        session = Session(self, request, trace)
         fault = None
         try:
             # Closed here, not by the garbage collector: when a streamer raises, the run is booked and its pages free.
             with contextlib.closing(session.advance()) as chunks:
                 for pieces in chunks:
                     if feed:
-                        feed.tokens(steps(pieces, params.fill_token_id))
+                        feed.tokens(steps(pieces, request.params.fill_token_id))
         except TransportError as error:
             fault = error
         if feed:
             feed.end()
-        result = self._result(batch, session.new_ids, params)
+        result = request.result(session.new_ids, self.tokenizer)
         if fault is not None:
             raise TransportError(str(fault), result) from fault.__cause__
         return result
@@ -230,12 +233,11 @@ class MoE:
             InputError, ConfigError: at the call. TransportError: after the text before the fault (`error.partial`).
         """
         tokenizer = require_tokenizer(self.tokenizer, "streaming text")
-        batch, params = self._prepare(inputs, None, None, max_new_tokens, sampling | {"seed": seed})
-        if len(batch.prompts) != 1:
-            raise InputError(f"stream() takes one prompt, not {len(batch.prompts)}: call generate() for a batch")
-        return self._stream_text(
-            Session(self, batch, params, trace), IncrementalDecoder(tokenizer, skip_special_tokens=True)
-        )
+        request = self._request(inputs, None, None, max_new_tokens, sampling | {"seed": seed})
+        if len(request.batch.prompts) != 1:
+            count = len(request.batch.prompts)
+            raise InputError(f"stream() takes one prompt, not {count}: call generate() for a batch")
+        return self._stream_text(Session(self, request, trace), IncrementalDecoder(tokenizer, skip_special_tokens=True))
 
     def _stream_text(self, session, decoder):
         fault = None
@@ -270,8 +272,8 @@ class MoE:
         The first chunk has one id a sequence, later ones up to `decode_chunk`; a sequence that ended gives empty lists.
         EOS is among the ids. Closing the generator early stops the generation.
         """
-        batch, params = self._prepare(inputs, input_ids, attention_mask, max_new_tokens, sampling | {"seed": seed})
-        return Session(self, batch, params, trace).advance()
+        request = self._request(inputs, input_ids, attention_mask, max_new_tokens, sampling | {"seed": seed})
+        return Session(self, request, trace).advance()
 
     def sampling_params(self, max_new_tokens: int | None = None, **sampling: Any) -> SamplingParams:
         """What `generate` draws with under these arguments: they, then generation_config.json, then the defaults.
@@ -279,24 +281,32 @@ class MoE:
         `seed` is the configuration's unless given. Raises ConfigError as `generate` does.
         """
         params = SamplingParams.resolve(
-            self.generation_config, self._hf_config, max_new_tokens=max_new_tokens, **sampling
+            self.generation_config,
+            self._hf_config,
+            encoder_decoder=self.model_config.encoder_decoder,
+            max_new_tokens=max_new_tokens,
+            **sampling,
         )
         return params if params.seed is not None else dataclasses.replace(params, seed=self.config.seed)
 
-    def forward(self, input_ids: Any, attention_mask: Any = None) -> np.ndarray:
+    def forward(self, input_ids: Any, attention_mask: Any = None, decoder_input_ids: Any = None) -> np.ndarray:
         """Logits of every position: float32 [B, T, V] ([T, V] for one sequence); zeros where the mask is 0.
 
-        Raises InputError for bad ids.
+        Of an encoder-decoder: the logits of `decoder_input_ids` [B, T] or [T], all of them text, after the sources
+        `input_ids` with their mask. Raises InputError for bad ids.
         """
-        batch = prepare(
+        batch, source = prepare_forward(
             input_ids,
-            vocab_size=self.model_config.vocab_size,
+            cfg=self.model_config,
             max_length=self.max_sequence_length,
             attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
             tokenizer=self.tokenizer,
         )
+        if source is not None:  # the mask is the source's
+            attention_mask = None
         engine = self._idle_engine()
-        rows, stats = engine.forward(list(batch.prompts))
+        rows, stats = engine.forward(list(batch.prompts), source)
         self._book(stats)
         B, T = batch.input_ids.shape
         out = np.zeros((B, T, self.model_config.vocab_size), np.float32)
@@ -445,13 +455,14 @@ class MoE:
     def reset_stats(self) -> None:
         """Forgets `last` and `total`; the cache keeps its content."""
         spec = self._engine.transport.spec
-        self._last, self._total = None, RunStats(spec.L, spec.row_bytes)
+        self._last, self._total = None, RunStats(spec.L, spec.row_bytes, self.model_config.encoder_decoder)
 
     def trace(self, *, clear: bool = True) -> Trace:
         """The routing recorded so far (calls with `trace=True`) as a `Trace`; `clear` starts a new one.
 
         The header names the cache that the calls ran under. If `set_cache` changed it between them, the header's
         `policy` says so and its `caches` lists scope, slots, contract and policy of each, with its first request.
+        Of an encoder-decoder it holds the target's tokens and the decoder's layers; `stats()` has the encoder's hits.
 
         Raises MoEJaxError if nothing was recorded.
         """
@@ -462,7 +473,7 @@ class MoE:
         caches, parts = self._recorded()
         cfg = self.model_config
         header = {
-            "moe_layers": list(cfg.moe_layers),
+            "moe_layers": list(cfg.moe_layers[cfg.encoder_moe_layers :]),
             "E": cfg.num_experts,
             "K": cfg.num_experts_per_tok,
             "chunk": self._engine.prefill_chunk,
@@ -517,7 +528,7 @@ class MoE:
         budget = self._engine.transport.budget
         return {
             "scope": budget.scope,
-            "slots": list(budget.per_layer) or budget.total,
+            "slots": list(budget.per_layer[self.model_config.encoder_moe_layers :]) or budget.total,
             "contract": self.config.contract,
             "policy": self._chosen.name,
         }
@@ -542,35 +553,19 @@ class MoE:
             raise MoEJaxError(BUSY)
         return engine
 
-    def _prepare(self, inputs, input_ids, attention_mask, max_new_tokens, sampling):
+    def _request(self, inputs, input_ids, attention_mask, max_new_tokens, sampling):
         self._idle_engine()
         if (inputs is None) == (input_ids is None):
             raise InputError("give the prompt as the first argument or as input_ids, one of them")
-        inputs = input_ids if inputs is None else inputs
-        params = self.sampling_params(max_new_tokens, **sampling)
-        batch = prepare(
-            inputs,
-            vocab_size=self.model_config.vocab_size,
+        return make_request(
+            input_ids if inputs is None else inputs,
+            self.sampling_params(max_new_tokens, **sampling),
+            cfg=self.model_config,
             max_length=self.max_sequence_length,
-            params=params,
+            max_batch=self.config.max_batch,
             attention_mask=attention_mask,
             tokenizer=self.tokenizer,
         )
-        if len(batch.prompts) > self.config.max_batch:
-            raise InputError(
-                f"a batch of {len(batch.prompts)} prompts is larger than max_batch={self.config.max_batch}: "
-                "split it, or raise max_batch in the configuration"
-            )
-        if params.stop:
-            require_tokenizer(self.tokenizer, "a stop string")
-        return batch, params
-
-    def _result(self, batch: PreparedBatch, new_ids, params):
-        if batch.from_text:
-            texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in new_ids]
-            return texts if batch.was_batched else texts[0]
-        out = assemble(batch, new_ids, params.fill_token_id)
-        return out if batch.was_batched else out[0]
 
     def _book(self, stats: RunStats):
         self._last = stats

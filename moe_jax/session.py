@@ -7,20 +7,22 @@ import numpy as np
 
 from moe_jax.engine.engine import Run
 from moe_jax.engine.programs import NO_TOKEN
-from moe_jax.generation.inputs import PreparedBatch
-from moe_jax.generation.sampling import SamplingParams
+from moe_jax.generation.request import Request
 from moe_jax.generation.stopping import StopMatcher
 
 
 class Session:
     """One generate call: feeds the engine's tokens through the stop strings and keeps what each row produced."""
 
-    def __init__(self, moe, batch: PreparedBatch, params: SamplingParams, trace: bool | None):
+    def __init__(self, moe, request: Request, trace: bool | None):
+        batch, params = request.batch, request.params
         self._moe = moe
         self.new_ids: list[list[int]] = [[] for _ in batch.prompts]
         self._record = moe.config.trace if trace is None else trace
         rows = [dataclasses.replace(params, max_new_tokens=batch.max_new_tokens, max_length=None)] * len(batch.prompts)
-        self._run: Run = moe._open_engine().start(list(batch.prompts), rows, seed=params.seed, routing=self._record)
+        self._run: Run = moe._open_engine().start(
+            list(batch.prompts), rows, seed=params.seed, routing=self._record, source=request.source
+        )
         self._matchers = [
             StopMatcher(moe.tokenizer, params.stop, prompt.tolist()) if params.stop else None
             for prompt in batch.prompts

@@ -157,7 +157,7 @@ class CallbackTransport(Transport):
 
     def _observe(self, layer, need, values):
         """Clock and policy state after the event's observation; `values` are NumPy arrays."""
-        if layer == 0:
+        if layer in self.starts:
             self._step += 1
         t = np.int32(self._step * self.spec.L + layer)
         scores = values.get("scores")

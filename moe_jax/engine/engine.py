@@ -68,6 +68,19 @@ class Engine:
         self.turn = threading.Lock()
         self.use_transport(transport, state)
 
+    def attention(self, tokens: int, from_zero: bool = False):
+        """Attention code for `tokens` new tokens a sequence, see `choose_implementation`."""
+        cfg = self.cfg
+        return choose_implementation(
+            platform=self.platform,
+            dtype=self.dtype,
+            tokens=tokens,
+            from_zero=from_zero,
+            head_dim=cfg.head_dim,
+            sinks=cfg.attention_sinks,
+            kernel=cfg.attention_kernel,
+        )
+
     def _create_pages(self):
         """Empty pages of all layers, shared by the sequences of every batch; states belong to a batch (`Run._open`)."""
         layout = self.cfg.cache_layout()
@@ -95,16 +108,17 @@ class Engine:
                 leaf.delete()
         self.params = self._kv = self.cache = self.operands = self.programs = None
 
-    def start(self, prompts, params, *, seed, routing=False, forced=None) -> "Run":
+    def start(self, prompts, params, *, seed, routing=False, forced=None, source=None) -> "Run":
         """A batch: prompts [T_b] int32 arrays without padding, one `SamplingParams` a row.
 
         routing: record it. forced: `ForcedRouting` of the rows, which then takes the router's place.
+        source: `PreparedBatch` of an encoder-decoder's sources; the prompts are then what the decoder is given.
         """
-        return Run(self, prompts, params, seed=seed, routing=routing, forced=forced)
+        return Run(self, prompts, params, seed=seed, routing=routing, forced=forced, source=source)
 
-    def forward(self, prompts):
+    def forward(self, prompts, source=None):
         """Logits of every prompt token: list of [T_b, V] f32 arrays. Counts as prefill in the returned `RunStats`."""
-        run = Run(self, prompts, None, seed=0, routing=False)
+        run = Run(self, prompts, None, seed=0, routing=False, source=source)
         return run.score(), run.stats
 
     def recover(self):
@@ -131,15 +145,16 @@ class Run:
     Rows are padded to a power of two (dead rows), so a new batch size rarely compiles.
     """
 
-    def __init__(self, engine, prompts, params, *, seed, routing, forced=None):
+    def __init__(self, engine, prompts, params, *, seed, routing, forced=None, source=None):
         self.engine = engine
-        self.stats = RunStats(engine.transport.spec.L, engine.transport.spec.row_bytes)
+        self.stats = RunStats(engine.transport.spec.L, engine.transport.spec.row_bytes, source is not None)
         self.stats.calls = 1
         self.prompts = prompts
         self.params = params
         self.routing: list[dict] = []
         self._record = routing
         self._forced = None if forced is None else jax.device_put(forced)
+        self._source = source
         self._requests = np.arange(engine.requests, engine.requests + len(prompts))
         engine.requests += len(prompts)
         self._seed = seed
@@ -156,7 +171,7 @@ class Run:
     def score(self):
         """Logits of every prompt token: a list of [T_b, V] f32."""
         with self._guard():
-            kv = self._open([len(p) for p in self.prompts])
+            kv = self._encode(self._open([len(p) for p in self.prompts]))
             kv, chunks = self._prefill(kv, everything=True)
             self.engine._kv = kv.pages
         logits = np.concatenate(chunks, axis=1)
@@ -181,7 +196,7 @@ class Run:
         new = [p.max_new_tokens for p in self.params]
         kv = self._open([len(p) + n for p, n in zip(self.prompts, new, strict=True)])
         engine.cache = engine.transport.reset_policy(engine.cache)
-        kv, logits = self._prefill(kv)
+        kv, logits = self._prefill(self._encode(kv))
 
         choice = switches(self.params)
         params = [*self.params, *[self.params[0]] * (self.rows - B)]
@@ -197,6 +212,7 @@ class Run:
                 "seed": np.full(self.rows, self._seed, np.uint32),
                 "sequence": np.arange(self.rows, dtype=np.int32),
                 "length": lengths,
+                "first": np.array([forced_first(p) for p in params], np.int32),
             }
         )
         left = jnp.asarray([*new, *[0] * (self.rows - B)], jnp.int32)
@@ -226,7 +242,8 @@ class Run:
         loop = replace(self._loop, live=jnp.asarray(self.live))
         static = {
             "steps": engine.decode_chunk,
-            "routing": engine.cfg.num_experts_per_tok if self._record else 0,
+            "attention": engine.attention(1),
+            "routing": (self._decoder_layers, engine.cfg.num_experts_per_tok) if self._record else None,
             **choice,
         }
         compiled = engine.programs.compile_seconds
@@ -250,12 +267,56 @@ class Run:
         self._count_compilation()
         return out[:, :steps], error
 
+    def _encode(self, kv):
+        """kv with what the decoder keeps of the sources; as it is without an encoder.
+
+        All sources go through the encoder whole and together: attention looks both ways, and an expert's capacity is a
+        share of all tokens, of padding too.
+        """
+        if self._source is None:
+            return kv
+        engine, source = self.engine, self._source
+        began, compiled = time.perf_counter(), engine.programs.compile_seconds
+        width = source.input_ids.shape[1]
+        S = max(MIN_CHUNK, power_of_two(width))
+        lengths = np.zeros(self.rows, np.int32)
+        tokens = np.zeros((self.rows, S), np.int32)
+        for row, prompt in enumerate(source.prompts):
+            lengths[row] = len(prompt)
+            tokens[row, : len(prompt)] = prompt
+        live = np.arange(S) < lengths[:, None]
+        counted = np.int32(len(source.prompts) * width)
+        K = engine.cfg.num_experts_per_tok
+        static = {"block_rows": block_rows(engine.platform, self.rows * S * K, engine.cfg)}
+        batch = jax.device_put((tokens, live, counted))
+        args = engine.params, engine.operands, engine.cache, batch
+        kept, engine.cache = engine.programs.run("encode", (2,), static, *args)
+        jax.block_until_ready(kept)
+        error = engine.transport.take_error()
+        fed = int(lengths.sum())
+        lookups = fed * engine.cfg.encoder_moe_layers * K
+        self._book(self.stats.encoder, fed, lookups, began, compiled)
+        if error is not None:
+            raise transport_error("encoding", error)
+        return kv.with_source(kept, jnp.asarray(lengths))
+
+    def _book(self, phase, fed, lookups, began, compiled):
+        """Counts a step of `fed` tokens that began at `began`, when `compiled` seconds had been spent compiling."""
+        programs = self.engine.programs
+        counters = self.engine.transport.read_counters(self.engine.cache)
+        seconds = time.perf_counter() - began - (programs.compile_seconds - compiled)
+        phase.add(counters, fed, 1, seconds, lookups)
+        self._step += 1
+        self._count_compilation()
+
     def _prefill(self, kv, everything=False):
         """Feeds all prompts in chunks: (kv, logits [B, V] of the last tokens; with `everything` [B, T, V]s)."""
         engine, transport = self.engine, self.engine.transport
         lengths = np.array([len(p) for p in self.prompts] + [0] * (self.rows - len(self.prompts)))
         longest = int(lengths.max())
         most = max(MIN_CHUNK, power_of_two(engine.prefill_chunk // self.rows + 1) // 2)
+        if self._source is not None:  # whole: an expert's capacity is a share of all tokens
+            most = max(most, power_of_two(longest))
         logits = None if everything else jnp.zeros((self.rows, engine.cfg.vocab_size), jnp.float32)
         chunks = []
         for start in range(0, longest, most):
@@ -269,17 +330,9 @@ class Run:
             positions = np.broadcast_to(np.arange(start, start + T, dtype=np.int32), tokens.shape)
             live = positions < lengths[:, None]
             ends = (lengths > start) & (lengths <= start + T)
-            attention = choose_implementation(
-                platform=engine.platform,
-                dtype=engine.dtype,
-                tokens=T,
-                from_zero=start == 0,
-                head_dim=engine.cfg.head_dim,
-                sinks=engine.cfg.attention_sinks,
-            )
             static = {
                 "block_rows": block_rows(engine.platform, self.rows * T * engine.cfg.num_experts_per_tok, engine.cfg),
-                "attention": attention,
+                "attention": engine.attention(T, from_zero=start == 0),
                 "routing": self._record,
                 "everything": everything,
             }
@@ -292,22 +345,23 @@ class Run:
             else:
                 logits = jax.block_until_ready(out)
             error = transport.take_error()
-            counters = transport.read_counters(engine.cache)
-            seconds = time.perf_counter() - began - (engine.programs.compile_seconds - compiled)
-            fed = int(live.sum())
-            self.stats.prefill.add(counters, fed, 1, seconds, fed * self._pairs_per_token)
             if routed is not None:
                 ids, weights = (np.asarray(a).reshape(1, a.shape[0], self.rows * T, -1) for a in routed)
                 self._note_routing(ids, weights, live.reshape(1, -1), phase=0, per_row=T)
-            self._step += 1
-            self._count_compilation()
+            fed = int(live.sum())
+            self._book(self.stats.prefill, fed, fed * self._pairs_per_token, began, compiled)
             if error is not None:
                 raise transport_error("prefilling", error)
         return kv, (chunks if everything else logits)
 
     @property
+    def _decoder_layers(self):
+        """MoE layers that a token of the prompt and each new one goes through."""
+        return self.engine.transport.spec.L - self.engine.cfg.encoder_moe_layers
+
+    @property
     def _pairs_per_token(self):
-        return self.engine.transport.spec.L * self.engine.cfg.num_experts_per_tok
+        return self._decoder_layers * self.engine.cfg.num_experts_per_tok
 
     def _note_routing(self, ids, weights, live, *, phase, per_row=1):
         """Keeps the routing of live rows: ids, weights [steps, L, rows, K], live [steps, <= rows].
@@ -390,6 +444,11 @@ def _usable(tree) -> bool:
         except jax.errors.JaxRuntimeError:  # the fault itself is being raised already
             usable = False
     return usable
+
+
+def forced_first(params) -> int:
+    """The first new token that a request wants, NO_TOKEN where it is drawn."""
+    return NO_TOKEN if params.forced_bos_token_id is None else params.forced_bos_token_id
 
 
 def transport_error(doing: str, cause: BaseException) -> BaseException:

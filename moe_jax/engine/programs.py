@@ -106,16 +106,32 @@ class Programs:
         cache, record = self._transport.finish_step(cache)
         return kv, cache, logits, _stack(record) if routing else None
 
+    def _encode(self, params, operands, cache, batch, *, block_rows):
+        """Whole sources of an encoder-decoder.
+
+        batch: (tokens [B, S] int32, live [B, S] bool, counted [] int32: what experts' capacity is a share of).
+
+        Returns what each layer of the decoder keeps of the sources, and cache.
+        """
+        tokens, live, counted = batch
+        model = nnx.merge(self._graphdef, params)
+        cache = self._transport.begin(cache)
+        experts = self._transport.bind(operands, prefill=True, block_rows=block_rows)
+        kept, cache = model.encode(tokens, live, counted, experts, cache)
+        cache, _ = self._transport.finish_step(cache)
+        return kept, cache
+
     def _first(self, logits, seen, live, left, draws, *, greedy, sort):
-        """The first new token of each row from the prompt's logits: (tokens, live, left, seen)."""
+        """The first new token of each row from the prompt's logits, or a given one: (tokens, live, left, seen)."""
         tokens = _draw(logits, seen, draws, draws["length"], greedy, sort)
+        tokens = jnp.where(draws["first"] == NO_TOKEN, tokens, draws["first"])
         return _advance(tokens, tokens, live, live, left, seen, draws["eos"])
 
-    def _decode(self, params, operands, loop, draws, forced, *, steps, greedy, sort, routing):
+    def _decode(self, params, operands, loop, draws, forced, *, steps, greedy, sort, routing, attention):
         """Up to `steps` tokens a row; stops when no row is live or a callback failed. `forced` as in `_prefill`.
 
         Returns the loop state, tokens [B, steps] (NO_TOKEN where a row produced none), steps done, and routing
-        [steps, L, B, K] or None.
+        [steps, L, B, K] or None. routing: (L, K) to record it, else None; in an encoder-decoder L is the decoder's.
         """
         model = nnx.merge(self._graphdef, params)
         transport = self._transport
@@ -126,7 +142,13 @@ class Programs:
             kv = loop.kv
             experts = force(transport.bind(operands, prefill=False), forced, kv.lengths[:, None])
             hidden, kv, cache = model(
-                loop.tokens[:, None], kv.lengths[:, None], loop.live[:, None], kv, experts, loop.cache
+                loop.tokens[:, None],
+                kv.lengths[:, None],
+                loop.live[:, None],
+                kv,
+                experts,
+                loop.cache,
+                attention=attention,
             )
             cache, record = transport.finish_step(cache)
             with jax.named_scope("sample"):
@@ -142,7 +164,7 @@ class Programs:
         out = jnp.full((B, steps), NO_TOKEN, jnp.int32)
         routed = None
         if routing:
-            L, K = transport.spec.L, routing
+            L, K = routing
             routed = jnp.zeros((steps, L, B, K), jnp.int16), jnp.zeros((steps, L, B, K), jnp.float16)
 
         def more(carry):

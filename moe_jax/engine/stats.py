@@ -65,12 +65,13 @@ class PhaseStats:
 
 
 class RunStats:
-    """One or many calls.
+    """One or many calls. `encoder` is a `PhaseStats` beside prefill and decode in an encoder-decoder, else None.
 
     ttft: seconds from a call to its first token, compilation excluded, summed over the `first_tokens` calls with one.
     """
 
-    def __init__(self, layers: int, row_bytes: int):
+    def __init__(self, layers: int, row_bytes: int, encoder: bool = False):
+        self.encoder = PhaseStats(layers, row_bytes) if encoder else None
         self.prefill = PhaseStats(layers, row_bytes)
         self.decode = PhaseStats(layers, row_bytes)
         self.calls = self.first_tokens = 0
@@ -81,19 +82,20 @@ class RunStats:
 
     def merge(self, other: "RunStats"):
         """Adds another run."""
-        for phase in ("prefill", "decode"):
+        for phase in ("prefill", "decode", *(("encoder",) if self.encoder else ())):
             mine, theirs = getattr(self, phase), getattr(other, phase)
             mine.add(theirs.counters, theirs.tokens, theirs.steps, theirs.seconds, theirs.lookups)
         for name in ("calls", "first_tokens", "ttft", "overshoot", "compilations", "compile_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def to_dict(self) -> dict:
-        """Plain numbers, prefill and decode apart."""
+        """Plain numbers by phase; in an encoder-decoder the encoder's, too, and prefill is that of the target."""
         decode = self.decode
         return {
             "calls": self.calls,
             "ttft_seconds": self.ttft / self.first_tokens if self.first_tokens else None,
             "seconds_per_token": decode.seconds / decode.steps if decode.steps else None,
+            **({"encoder": self.encoder.to_dict()} if self.encoder else {}),
             "prefill": self.prefill.to_dict(),
             "decode": decode.to_dict(),
             "overshoot_tokens": self.overshoot,

@@ -43,6 +43,7 @@ def prepare(
     vocab_size: int,
     max_length: int,
     params: SamplingParams | None = None,
+    new_tokens: int | None = None,
     attention_mask: Any = None,
     tokenizer: Tokenizer | None = None,
 ) -> PreparedBatch:
@@ -59,6 +60,7 @@ def prepare(
         max_length: most tokens of prompt and output together.
         params: of the request; None for a forward pass, which generates nothing and takes every token as text unless
             there is a mask.
+        new_tokens: most tokens to generate after the prompt, 0 for a source of an encoder-decoder; None: `params` say.
         attention_mask: of the shape of the ids; 1 for text, 0 for padding, which must be on the left or on the right.
         tokenizer: needed for text.
 
@@ -82,7 +84,7 @@ def prepare(
         if guessed:
             mask = _guess_mask(ids, params)
         prompts = _strip(ids, np.atleast_2d(mask), guessed)
-    max_new_tokens = 0 if params is None else params.new_tokens(ids.shape[1])
+    max_new_tokens = 0 if params is None else params.new_tokens(ids.shape[1]) if new_tokens is None else new_tokens
     for row, prompt in enumerate(prompts):
         if not len(prompt):
             raise InputError(f"prompt {row} is empty: it needs at least one token")

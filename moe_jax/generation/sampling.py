@@ -25,6 +25,9 @@ DEFAULT_TOP_K = 50
 # Parameters that only a draw looks at, with the values that say nothing about it.
 _DRAW_ONLY = {"temperature": (0, 1), "top_k": (0, DEFAULT_TOP_K), "top_p": (1,), "min_p": (0,)}
 
+# Parameters that only an encoder-decoder has.
+_TARGET_ONLY = ("decoder_start_token_id", "forced_bos_token_id")
+
 # Settings of generation_config.json that would change the output and are not implemented, with their neutral values.
 _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
@@ -66,6 +69,10 @@ class SamplingParams:
         pad_token_id: fills the rows of a batch that ended early. None becomes the first EOS id if there is one.
         stop: text or texts that end a sequence. Kept as a tuple.
         seed: of the draws, 0 to 2^32 - 1; None leaves the choice to the caller's configuration.
+        decoder_start_token_id: of an encoder-decoder: the target's first token, given to the decoder; None is the
+            model's own.
+        forced_bos_token_id: of an encoder-decoder: what the first generated token is, such as the target language; None
+            forces nothing.
 
     Raises:
         ConfigError: names the field, the value and the range.
@@ -83,6 +90,8 @@ class SamplingParams:
     pad_token_id: int | None = None
     stop: str | Sequence[str] | None = None
     seed: int | None = None
+    decoder_start_token_id: int | None = None
+    forced_bos_token_id: int | None = None
 
     def __post_init__(self):
         normal = {
@@ -101,6 +110,8 @@ class SamplingParams:
             ("max_new_tokens", 1, None),
             ("max_length", 1, None),
             ("pad_token_id", 0, None),
+            ("decoder_start_token_id", 0, None),
+            ("forced_bos_token_id", 0, None),
             ("seed", 0, 2**32 - 1),
         ):
             if getattr(self, name) is not None:
@@ -152,6 +163,8 @@ class SamplingParams:
         cls,
         generation_config: Mapping[str, Any] | None = None,
         model_config: Mapping[str, Any] | None = None,
+        *,
+        encoder_decoder: bool = False,
         **overrides: Any,
     ) -> SamplingParams:
         """Parameters of a request: arguments first, then generation_config.json, then the defaults of transformers.
@@ -163,6 +176,7 @@ class SamplingParams:
         Args:
             generation_config: content of generation_config.json, or None.
             model_config: content of config.json, or None.
+            encoder_decoder: whether the model is one; else its parameters are refused.
             **overrides: fields of SamplingParams; None means "not given".
 
         Raises:
@@ -173,16 +187,23 @@ class SamplingParams:
         for key in overrides:
             if key not in names:
                 raise unknown_key(key, names, "generation")
+            if key in _TARGET_ONLY and overrides[key] is not None and not encoder_decoder:
+                raise ConfigError(
+                    f"{key}={overrides[key]!r} is for encoder-decoder models, and this one continues its prompt: leave "
+                    "it out"
+                )
+        if not encoder_decoder:
+            names = tuple(name for name in names if name not in _TARGET_ONLY)
         given = {key: value for key, value in overrides.items() if value is not None}
         defaults = {key: generation_config[key] for key in names if generation_config.get(key) is not None}
         if generation_config.get("stop_strings") is not None:
             defaults["stop"] = generation_config["stop_strings"]
-        for key in ("eos_token_id", "pad_token_id"):
+        for key in ("eos_token_id", "pad_token_id", *(_TARGET_ONLY if encoder_decoder else ())):
             if key not in defaults and model_config.get(key) is not None:
                 defaults[key] = model_config[key]
         if "max_length" in given:  # an argument beats the file, whichever of the two it names
             defaults.pop("max_new_tokens", None)
-        _warn_not_implemented(generation_config)
+        _warn_not_implemented(generation_config, _TARGET_ONLY if encoder_decoder else ())
         params = cls(**(defaults | given))
         idle = [key for key, neutral in _DRAW_ONLY.items() if key in given and given[key] not in neutral]
         if idle and not params.do_sample:
@@ -191,8 +212,10 @@ class SamplingParams:
         return params
 
 
-def _warn_not_implemented(generation_config: Mapping[str, Any]) -> None:
+def _warn_not_implemented(generation_config: Mapping[str, Any], served: Sequence[str]) -> None:
     for key, neutral in _NOT_IMPLEMENTED.items():
+        if key in served:
+            continue
         value = generation_config.get(key)
         if not any(value == other for other in neutral):
             warn(f"generation_config.json sets {key}={value!r}, which moe_jax does not apply")

@@ -1,4 +1,4 @@
-"""The dense gated feed-forward block (SwiGLU), and the same under a gate of its own."""
+"""Dense feed-forward blocks: the gated one (SwiGLU), the same under a gate of its own, and one with ReLU."""
 
 import jax
 from flax import nnx
@@ -27,3 +27,14 @@ class SigmoidGatedMLP(GatedMLP):
 
     def __call__(self, x: Array) -> Array:
         return jax.nn.sigmoid(self.gate(x)) * super().__call__(x)
+
+
+class ReluMLP(nnx.Module):
+    """down(relu(up x)), with biases."""
+
+    def __init__(self, features: int, hidden: int, dtype, *, std: float, rngs: nnx.Rngs):
+        self.up = Linear(features, hidden, dtype, bias=True, std=std, rngs=rngs)
+        self.down = Linear(hidden, features, dtype, bias=True, std=std, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down(jax.nn.relu(self.up(x)))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-from moe_jax.engine.kv_cache import LayerCache, page_bytes, state_bytes, token_bytes
+from moe_jax.engine.kv_cache import LayerCache, page_bytes, source_bytes, state_bytes, token_bytes
 from moe_jax.errors import CheckpointError
 from moe_jax.layers.rope import Yarn
 from pallas_kernels.expert_ffn import SILU, ExpertSpec
@@ -91,6 +91,8 @@ class ModelConfig(abc.ABC):
     SUPPORTED: ClassVar[dict[str, tuple]] = {}
     # Whether a source goes through an encoder first; `generate` then continues a target.
     encoder_decoder: ClassVar[bool] = False
+    # Whether its layers may read their pages through `pallas_kernels.paged_attention` in decode.
+    attention_kernel: ClassVar[bool] = True
 
     @classmethod
     def read(cls, hf: Mapping[str, Any], **derived: Any) -> Self:
@@ -140,6 +142,11 @@ class ModelConfig(abc.ABC):
         """Numbers of layers that a checkpoint may hold beyond the model's: those that predict further tokens."""
         return range(0)
 
+    @property
+    def encoder_moe_layers(self) -> int:
+        """How many of the MoE layers belong to an encoder; they come first."""
+        return 0
+
     @abc.abstractmethod
     def cache_layout(self) -> tuple[LayerCache, ...]:
         """What each layer of the decoder keeps of the past."""
@@ -156,6 +163,10 @@ class ModelConfig(abc.ABC):
         """Bytes that a sequence takes in the cache however long it is: the states of recurrent layers."""
         return state_bytes(self.cache_layout(), dtype)
 
+    def source_bytes_per_token(self, dtype) -> int:
+        """Bytes that one token of a source takes in the cache of an encoder-decoder."""
+        return source_bytes(self.cache_layout(), dtype)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ModelConfig):
@@ -170,7 +181,6 @@ class DecoderConfig(ModelConfig):
     SUPPORTED: ClassVar[dict[str, tuple]] = {
         "hidden_act": ("silu",),
         "attention_bias": (False, None),
-        "quantization_config": (None,),
     }
     DEFAULT_THETA: ClassVar[float] = 1e4
     ROPE_TYPES: ClassVar[tuple[str, ...]] = ("default",)

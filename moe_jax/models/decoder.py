@@ -52,6 +52,15 @@ def record(capture: Capture, name: str, value: Array) -> None:
         capture[name] = value
 
 
+def last_live(x: Array, live: Array) -> Array:
+    """The last live token of each row: x [B, T, ...], live [B, T] -> [B, 1, ...].
+
+    A row without one gives its first token, which nobody reads.
+    """
+    last = jnp.max(jnp.where(live, jnp.arange(live.shape[1]), 0), axis=1)  # [B]
+    return jnp.take_along_axis(x, last.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
+
+
 class DecoderLayer(nnx.Module):
     """x + attention(norm x), then x + feed-forward(norm x); the feed-forward is a dense MLP or routed experts.
 
@@ -266,9 +275,7 @@ class Decoder(nnx.Module):
             with jax.named_scope(f"layer_{index}"):
                 x, kv, state = layer(x, tokens, kv, call, experts, state, capture)
         if last_only:
-            # Position of the last live token; a row without one gives its first token, which nobody reads.
-            last = jnp.max(jnp.where(live, jnp.arange(live.shape[1]), 0), axis=1)  # [B]
-            x = jnp.take_along_axis(x, last.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)  # [B, 1, D]
+            x = last_live(x, live)
         with jax.named_scope("final_norm"):
             x = self.norm(self.leave(x))
         record(capture, f"hidden/{len(self.layers)}", x)

@@ -1,6 +1,6 @@
 """Which family reads a config.json, and the abstract parameters of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,10 @@ from flax import nnx
 
 from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule
 from moe_jax.errors import CheckpointError
-from moe_jax.models.config import DecoderConfig
+from moe_jax.models.config import ModelConfig
 from moe_jax.models.dbrx.config import DbrxConfig
 from moe_jax.models.dbrx.modeling import DbrxForCausalLM
 from moe_jax.models.dbrx.params import WEIGHT_TABLE as DBRX_TABLE
-from moe_jax.models.decoder import Decoder
 from moe_jax.models.deepseek_v2.config import DeepseekV2Config
 from moe_jax.models.deepseek_v2.modeling import DeepseekV2ForCausalLM
 from moe_jax.models.deepseek_v2.params import WEIGHT_TABLE as DEEPSEEK_V2_TABLE
@@ -32,6 +31,10 @@ from moe_jax.models.jamba.params import WEIGHT_TABLE as JAMBA_TABLE
 from moe_jax.models.mixtral.config import MixtralConfig
 from moe_jax.models.mixtral.modeling import MixtralForCausalLM
 from moe_jax.models.mixtral.params import WEIGHT_TABLE as MIXTRAL_TABLE
+from moe_jax.models.nllb_moe.config import NllbMoeConfig
+from moe_jax.models.nllb_moe.modeling import NllbMoeForConditionalGeneration
+from moe_jax.models.nllb_moe.params import TIED as NLLB_MOE_TIED
+from moe_jax.models.nllb_moe.params import weight_table as nllb_moe_table
 from moe_jax.models.olmoe.config import OlmoeConfig
 from moe_jax.models.olmoe.modeling import OlmoeForCausalLM
 from moe_jax.models.olmoe.params import WEIGHT_TABLE as OLMOE_TABLE
@@ -42,27 +45,31 @@ from moe_jax.models.qwen3_moe.config import Qwen3MoeConfig
 from moe_jax.models.qwen3_moe.modeling import Qwen3MoeForCausalLM
 from moe_jax.models.qwen3_moe.params import WEIGHT_TABLE as QWEN3_MOE_TABLE
 
+Table = tuple[Rule | ExpertRule | Ignore, ...]
+
 
 @dataclass(frozen=True)
 class Family:
     """One architecture: its `model_type` and class name in config.json, and our three parts.
 
     `aliases`: other names that `architectures` or `model_type` may hold for the same text model.
+    `weight_table`: a table, or a function of the config that makes one.
     `tied` pairs a path that is absent from a model with a tied head with the parameter whose weights it shares.
     """
 
     name: str
     architecture: str
-    config_cls: type[DecoderConfig]
-    model_cls: type[Decoder]
-    weight_table: tuple[Rule | ExpertRule | Ignore, ...]
+    config_cls: type[ModelConfig]
+    model_cls: type[nnx.Module]
+    weight_table: Table | Callable[[Any], Table]
     tied: tuple[tuple[str, str], ...] = (("lm_head.weight", "embed.weight"),)
     aliases: tuple[str, ...] = ()
 
-    def table(self, cfg: DecoderConfig) -> tuple[Rule | ExpertRule | Ignore, ...]:
+    def table(self, cfg: ModelConfig) -> Table:
         """The weight table for a model of `cfg`: also says which layers of the file are not part of the model."""
         extra = [Ignore(rf"model\.layers\.{layer}\..*", "predicts further tokens") for layer in cfg.extra_layers]
-        return (*self.weight_table, *extra)
+        table = self.weight_table(cfg) if callable(self.weight_table) else self.weight_table
+        return (*table, *extra)
 
 
 FAMILIES = (
@@ -83,6 +90,14 @@ FAMILIES = (
     Family("jamba", "JambaForCausalLM", JambaConfig, JambaForCausalLM, JAMBA_TABLE),
     Family("gpt_oss", "GptOssForCausalLM", GptOssConfig, GptOssForCausalLM, GPT_OSS_TABLE),
     Family("dbrx", "DbrxForCausalLM", DbrxConfig, DbrxForCausalLM, DBRX_TABLE, tied=()),
+    Family(
+        "nllb-moe",
+        "NllbMoeForConditionalGeneration",
+        NllbMoeConfig,
+        NllbMoeForConditionalGeneration,
+        nllb_moe_table,
+        tied=NLLB_MOE_TIED,
+    ),
 )
 
 
@@ -104,7 +119,7 @@ def family_for(config: Mapping[str, Any]) -> Family:
     )
 
 
-def abstract_params(cfg: DecoderConfig, dtype) -> tuple[nnx.GraphDef, dict]:
+def abstract_params(cfg: ModelConfig, dtype) -> tuple[nnx.GraphDef, dict]:
     """Structure and parameters of the model of `cfg` without memory.
 
     Returns:
@@ -117,7 +132,7 @@ def abstract_params(cfg: DecoderConfig, dtype) -> tuple[nnx.GraphDef, dict]:
     return graphdef, nnx.to_pure_dict(state)
 
 
-def targets(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def targets(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the model of `cfg` by dotted path, e.g. `layers.0.attn.qkv.weight`."""
     _, params = abstract_params(cfg, "float32")
     leaves = jax.tree_util.tree_leaves_with_path(params)
