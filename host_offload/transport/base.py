@@ -31,6 +31,7 @@ class Transport(abc.ABC):
       experts: `ExpertSpec`, what an expert computes and how its row is stored. The products of experts that the kernels
         do not serve are plain XLA, and `kernel` says why.
       bank_rows: rows to allocate at least (a bank kept from a larger cache).
+      starts: MoE layers that begin a step: the first, and in an encoder-decoder the decoder's first.
 
     Owner thread: the engine's. The cache state is a pytree made by `create_state`, passed through the jitted step and
     donated.
@@ -41,10 +42,10 @@ class Transport(abc.ABC):
 
     def __init__(
         self, spec, pool, budget, policy, *, forced_admit, max_pairs, implementation, experts=SILU, select=None, seed=0,
-        bank_rows=0,
+        bank_rows=0, starts=(0,),
     ):  # fmt: skip
         self.spec, self.pool, self.policy, self.select = spec, pool, policy, select
-        self.implementation, self.seed = implementation, seed
+        self.implementation, self.seed, self.starts = implementation, seed, starts
         # In this order: what gate and up need arrives first where rows come in two steps (callback transport).
         wanted = (*experts.parts("gate_up"), *experts.parts("down"))
         if tuple(spec.tensors) != wanted:
