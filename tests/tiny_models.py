@@ -63,6 +63,7 @@ DATA = Path(__file__).resolve().parent / "data"
 NEW_TOKENS = 8
 LEFT_PADDING = 5
 TOLERANCE = 1e-5  # --check: the same formulas in the same precision; only the order of sums may differ
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 MIN_MARGIN = 5e-3  # greedy choices must be decided by far more than fp32 noise (about 1e-5)
 
 
@@ -128,7 +129,7 @@ def build(name: str, directory: str | Path, unpacked: bool = False) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     config = {k: v for k, v in r.config.items() if not (unpacked and k == "quantization_config")}
     _write_json(directory / "config.json", config | {"dtype": np.dtype(r.dtype).name})
-    special = {k: v for k, v in r.text_config.items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special = {k: r.text_config[k] for k in SPECIAL_TOKENS if k in r.text_config}
     _write_json(directory / "generation_config.json", {"_from_model_config": True} | special)
 
     tensors = checkpoint_tensors(name, unpacked)

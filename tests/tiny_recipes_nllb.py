@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from tiny_recipes import Recipe, Shapes, Tensors, in_memory_layout, initial_value
 
-START, FORCED, PAD = 2, 8, 1
+START, FORCED, PAD = 2, 12, 1
 DECODER_TOKENS = 16
 RIGHT_PADDING = 5
 NEW_TOKENS = 8
