@@ -120,6 +120,10 @@ def _check_fit(moe, trace):
         )
     trace.validate()
     cfg, header = moe.model_config, trace.header
+    if cfg.encoder_decoder:
+        raise InputError(
+            "trace: an encoder-decoder routes whole sources and drops tokens; only decoders can be replayed"
+        )
     ours = {"MoE layers": len(cfg.moe_layers), "E": cfg.num_experts, "K": cfg.num_experts_per_tok}
     theirs = {"MoE layers": len(header["moe_layers"]), "E": header["E"], "K": header["K"]}
     if ours != theirs:
