@@ -222,7 +222,7 @@ def _fp8(files: _Files, quantization: Quantization) -> _Found:
     if fp8:
         form = FP8(quantization.size)
         scales = -(-N // form.block), -(-K // form.block)
-        dtypes, why = (*_FLOATS, _E8M0), f"weight_block_size {form.block} for weights {[N, K]}"
+        dtypes, why = (*_FLOATS, _E8M0), f"quantization_config's block of {form.block} for weights {[N, K]}"
         words, convert = packing.fp8_words, packing.fp8_scales
     else:
         form, K = MXFP4(), 2 * K
@@ -241,7 +241,7 @@ def _gptq(files: _Files, quantization: Quantization) -> _Found:
     files.require("qweight", "qzeros", "scales")
     rows, N = files.matrix("qweight", _WORDS)
     K = 8 * rows
-    form, why = _int4(files, quantization, N, K)
+    form, why = _int4(files, quantization, N, K, "scales", 0)
     G = K // form.group
     files.scales("scales", _FLOATS, (G, N), why)
     zeros = files.beside("qzeros", _WORDS, (G, N // 8), why)
@@ -269,7 +269,7 @@ def _awq(files: _Files, quantization: Quantization) -> _Found:
     files.require("qweight", "qzeros", "scales")
     K, words = files.matrix("qweight", _WORDS)
     N = 8 * words
-    form, why = _int4(files, quantization, N, K)
+    form, why = _int4(files, quantization, N, K, "scales", 0)
     G = K // form.group
     files.scales("scales", _FLOATS, (G, N), why)
     files.beside("qzeros", _WORDS, (G, words), why)
@@ -293,7 +293,7 @@ def _compressed(files: _Files, quantization: Quantization) -> _Found:
     told = files.beside("shape", _INDICES, (2,), "a matrix").tolist()
     if told != [N, K]:
         raise _Fault(f"shape that says {told}, where packed holds {[N, K]}", files.roles["shape"])
-    form, why = _int4(files, quantization, N, K)
+    form, why = _int4(files, quantization, N, K, "scale", 1)
     G = K // form.group
     files.scales("scale", _FLOATS, (N, G), why)
     if quantization.zero_points:
@@ -313,12 +313,18 @@ def _compressed(files: _Files, quantization: Quantization) -> _Found:
     return (N, K), INT4(form.group, zeros=quantization.zero_points, order=order), parts
 
 
-def _int4(files: _Files, quantization: Quantization, N: int, K: int) -> tuple[INT4, str]:
-    """(format without options, what its shapes come from) of a matrix [N, K]."""
+def _int4(files: _Files, quantization: Quantization, N: int, K: int, scales: str, axis: int) -> tuple[INT4, str]:
+    """(format without options, what its shapes come from) of a matrix [N, K] whose scales have groups on this axis."""
     group = K if quantization.size == WHOLE_ROW else quantization.size
+    shape = files.checkpoint.info(files.roles[scales]).shape
+    found = shape[axis] if len(shape) == 2 else 0
+    fits = K // found if found and K % found == 0 else 0
+    if fits not in (0, group) and fits & (fits - 1) == 0:  # nobody groups by other numbers than powers of two
+        text = f"{scales} of {found} groups for {K} columns, where quantization_config says group_size = {group}"
+        raise _Fault(f"{text} ({fits} would fit)", files.roles[scales])
     form = INT4(group)
     _check_width(form, N, K, next(name for role, name in files.roles.items() if role in _WEIGHTS))
-    return form, f"group_size {quantization.size} for weights {[N, K]}"
+    return form, f"group_size {group} for weights {[N, K]}"
 
 
 def _check_width(form: Format, N: int, K: int, name: str) -> None:
