@@ -282,9 +282,9 @@ def reference_outputs(name: str, directory: Path) -> Tensors:
         "batch_position_ids": positions.numpy(),
         "batch_logits": padded.numpy(),
         "weights_crc32": np.array(fingerprint(checkpoint_tensors(name)), np.int64),
-        **{f"hidden/{i}": state.numpy() for i, state in enumerate(full.hidden_states)},
-        **recorder.arrays,
     }
+    if r.modules:
+        arrays |= {f"hidden/{i}": state.numpy() for i, state in enumerate(full.hidden_states)} | recorder.arrays
     _check_well_conditioned(name, arrays)
     return arrays
 

@@ -34,6 +34,7 @@ class Recipe:
             config's `quantization_config`.
         reference: computes the expected outputs, (recipe, directory) -> arrays; None: as a decoder-only model.
         padding: the oracle's model knows padding; without it the rows of the batch run one by one.
+        modules: record what every module returns, beside the logits.
     """
 
     about: str
@@ -47,6 +48,7 @@ class Recipe:
     float_layout: Callable[[Tensors], Tensors] | None = None
     reference: Callable[..., Tensors] | None = None
     padding: bool = True
+    modules: bool = True
 
     @property
     def text_config(self) -> dict:

@@ -1,12 +1,15 @@
-"""Recipes of DeepSeek-V4: all kinds of layers under the names that transformers saves."""
+"""Recipes of DeepSeek-V4: all kinds of layers under the names that transformers saves, and in the released format."""
 
 from __future__ import annotations
 
 import re
 import zlib
+from functools import partial
 
+import ml_dtypes
 import numpy as np
 from tiny_recipes import Recipe, Shapes, Tensors, initial_value
+from tiny_recipes_fused import mxfp4_quantised
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 
@@ -161,6 +164,50 @@ def saved_layout(parameters: Tensors) -> Tensors:
     return tensors
 
 
+BLOCK, FP8_MAX = 128, 448.0
+_FP4 = re.compile(r".*\.ffn\.experts\.\d+\.w[123]\.weight")
+_FP8 = re.compile(r".*\.attn\.(wq_a|wq_b|wkv|wo_a|wo_b)\.weight|.*\.shared_experts\.w[123]\.weight")
+E8M0 = ml_dtypes.float8_e8m0fnu
+
+
+def fp8_powers(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(e4m3 values, scales, what they stand for) of w [N, K]; each block of 128 x 128 has a power of two as scale."""
+    exponent = np.zeros([-(-size // BLOCK) for size in w.shape], np.int32)
+    for i, j in np.ndindex(*exponent.shape):
+        largest = np.abs(w[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]).max()
+        exponent[i, j] = np.ceil(np.log2(largest / FP8_MAX))
+    each = np.ldexp(np.float32(1), exponent).repeat(BLOCK, 0)[: w.shape[0]].repeat(BLOCK, 1)[:, : w.shape[1]]
+    q = (w / each).astype(ml_dtypes.float8_e4m3fn)
+    return q, (exponent + 127).astype(np.uint8).view(E8M0), q.astype(np.float32) * each
+
+
+def packed_layout(parameters: Tensors) -> Tensors:
+    """Released DeepSeek-V4-Flash: experts in FP4, most linear layers in FP8, and a tensor without use."""
+    tensors = {"mtp.0.enorm.weight": np.ones(8, np.float32)}
+    for name, value in released_layout(parameters).items():
+        scale_name = name.removesuffix("weight") + "scale"
+        if _FP4.fullmatch(name):
+            blocks, scales, _ = mxfp4_quantised(value)
+            tensors |= {name: blocks.reshape(len(value), -1).view(np.int8), scale_name: scales.view(E8M0)}
+        elif _FP8.fullmatch(name):
+            tensors[name], tensors[scale_name], _ = fp8_powers(value)
+        else:
+            tensors[name] = value
+    return tensors
+
+
+def values_layout(parameters: Tensors) -> Tensors:
+    """The values of `packed_layout`, unpacked."""
+    tensors = {}
+    for name, value in released_layout(parameters).items():
+        if _FP4.fullmatch(name):
+            value = mxfp4_quantised(value)[2]
+        elif _FP8.fullmatch(name):
+            value = fp8_powers(value)[2]
+        tensors[name] = value
+    return tensors
+
+
 _DEEPSEEK_V4 = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -218,6 +265,38 @@ _DEEPSEEK_V4 = {
     "eos_token_id": 1,
 }
 
+# As released: other names for the kinds of layers, one YaRN object, and an entry for the layer after the last.
+_NOT_RELEASED = ("layer_types", "compress_rates", "mlp_layer_types", "rope_parameters", "partial_rotary_factor")
+_DEEPSEEK_V4_FP4 = {name: value for name, value in _DEEPSEEK_V4.items() if name not in _NOT_RELEASED} | {
+    "hidden_size": 160,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 6,
+    "q_lora_rank": 64,
+    "num_hidden_layers": 4,
+    "compress_ratios": [0, 4, 128, 4, 0],
+    "num_hash_layers": 1,
+    "index_topk": 8,
+    "qk_rope_head_dim": 8,
+    "max_position_embeddings": 512,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 1,
+    "expert_dtype": "fp4",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    },
+}
+
 RECIPES: dict[str, Recipe] = {
     "deepseek_v4": Recipe(
         "windows with overlapping and long compressed entries, an indexer, hash and scored routers, four streams",
@@ -227,5 +306,16 @@ RECIPES: dict[str, Recipe] = {
         prompt_length=45,
         value=deepseek_v4_value,
         padding=False,
+    ),
+    "deepseek_v4_fp4": Recipe(
+        "released names and config, FP4 experts, FP8 with powers of two as scales, windows of 128 tokens that end late",
+        _DEEPSEEK_V4_FP4,
+        deepseek_v4_parameters,
+        packed_layout,
+        prompt_length=250,
+        value=partial(deepseek_v4_value, experts=6),
+        float_layout=values_layout,
+        padding=False,
+        modules=False,
     ),
 }

@@ -261,12 +261,14 @@ def _read_ropes(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise bad_field(name, rope, "must be an object")
     main, compress = rope.get("main"), rope.get("compress")
     if not (isinstance(main, Mapping) and isinstance(compress, Mapping)):
-        main = {"rope_theta": hf.get("rope_theta", 1e4)}
-        compress = rope | {"rope_theta": hf.get("compress_rope_theta", 160000.0)}
+        theta = hf.get("compress_rope_theta", 160000.0)
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 1:
+            raise bad_field("compress_rope_theta", theta, "must be a number above 1")
+        main, compress = {"rope_theta": hf.get("rope_theta", 1e4)}, rope | {"rope_theta": theta}
     # DeepSeek's own code turns with plain cosines and sines, whatever YaRN's formula for their magnitude says.
     compress = {"attention_factor": 1.0} | compress
     longest = {"max_position_embeddings": hf.get("max_position_embeddings", DeepseekV4Config.max_position_embeddings)}
     theta, _ = read_rope({"rope_parameters": main}, 1e4, ("default",), partial=True)
     types = DeepseekV4Config.ROPE_TYPES
-    compress_theta, yarn = read_rope(longest | {"rope_parameters": compress}, 160000.0, types, partial=True)
+    compress_theta, yarn = read_rope(longest | {name: compress}, 160000.0, types, partial=True)
     return {"rope_theta": theta, "compress_rope_theta": compress_theta, "yarn": yarn}
