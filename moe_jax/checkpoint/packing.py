@@ -5,6 +5,8 @@ outputs, K inputs, G = K / group) and gives one part of the format. The packings
 FP8 and FP4, GPTQ (AutoGPTQ's "gptq" and "gptq_v2"), AWQ ("gemm") and compressed-tensors ("pack-quantized").
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from host_offload.parts import byte_words, mxfp4_scales
@@ -46,12 +48,12 @@ def int4_words(q: np.ndarray) -> np.ndarray:
 
 def int4_sorted_words(q: np.ndarray, g_idx: np.ndarray) -> np.ndarray:
     """The same with the columns sorted by their group g_idx [K]."""
-    return pack(_nibbles(q)[:, _by_group(g_idx)], 4)
+    return pack(_rows(q.T)[_by_group(g_idx)].T, 4)
 
 
 def int4_zeros(zeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """compressed-tensors: zero points packed along N, words [ceil(N / 8), G] -> words [N, ceil(G / 8)]."""
-    return pack(_nibbles(zeros.T).T[: scales.shape[0]], 4)
+    return pack(_rows(zeros)[: scales.shape[0]], 4)
 
 
 def int4_natural_order(q: np.ndarray) -> np.ndarray:
@@ -66,7 +68,7 @@ def gptq_words(q: np.ndarray) -> np.ndarray:
 
 def gptq_sorted_words(q: np.ndarray, g_idx: np.ndarray) -> np.ndarray:
     """The same with the columns sorted by their group g_idx [K]."""
-    return pack(_nibbles(q.T)[:, _by_group(g_idx)], 4)
+    return pack(_rows(q)[_by_group(g_idx)].T, 4)
 
 
 def gptq_zeros(zeros: np.ndarray) -> np.ndarray:
@@ -74,12 +76,12 @@ def gptq_zeros(zeros: np.ndarray) -> np.ndarray:
 
     AutoGPTQ adds the one after unpacking and keeps four bits of the sum.
     """
-    return pack((_nibbles(zeros).T + 1) & 15, 4)
+    return pack((_rows(zeros.T) + 1) & 15, 4)
 
 
 def gptq_v2_zeros(zeros: np.ndarray) -> np.ndarray:
     """GPTQ v2: the zero points themselves, words [G, N / 8], -> words [N, ceil(G / 8)]."""
-    return pack(_nibbles(zeros).T, 4)
+    return pack(_rows(zeros.T), 4)
 
 
 def gptq_natural_order(q: np.ndarray) -> np.ndarray:
@@ -89,12 +91,12 @@ def gptq_natural_order(q: np.ndarray) -> np.ndarray:
 
 def awq_words(q: np.ndarray) -> np.ndarray:
     """AWQ: words [K, N / 8], nibble i of output 8 c + AWQ_COLUMNS[i] -> words [N, K / 8]."""
-    return pack(_awq_nibbles(q).T, 4)
+    return pack(_rows(q.T, AWQ_COLUMNS), 4)
 
 
 def awq_zeros(zeros: np.ndarray) -> np.ndarray:
     """AWQ: zero points, packed alike, words [G, N / 8] -> words [N, ceil(G / 8)]."""
-    return pack(_awq_nibbles(zeros).T, 4)
+    return pack(_rows(zeros.T, AWQ_COLUMNS), 4)
 
 
 def transposed_scales(scales: np.ndarray) -> np.ndarray:
@@ -115,13 +117,13 @@ def _natural(columns: int) -> np.ndarray:
     return np.arange(columns, dtype=np.int32)[None]
 
 
-def _nibbles(words: np.ndarray) -> np.ndarray:
-    """Values [..., 8 n] uint8 of words [..., n] of 32 bits, the lowest four bits first."""
-    pairs = np.ascontiguousarray(words).view(np.uint8)  # little-endian, as files are
-    return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
+def _rows(words: np.ndarray, places: Sequence[int] = range(8)) -> np.ndarray:
+    """Values [8 R, C] uint8 of words [R, C]: nibble i of a word, counted from the lowest bits, goes to row places[i].
 
-
-def _awq_nibbles(words: np.ndarray) -> np.ndarray:
-    """Values [..., 8 n] uint8 of AWQ words [..., n], in the order of their columns."""
-    values = _nibbles(words).reshape(*words.shape, 8)
-    return values[..., np.argsort(AWQ_COLUMNS)].reshape(*words.shape[:-1], -1)
+    Whole words are shifted, which NumPy does at memory speed; AWQ's weights all pass through here.
+    """
+    words = np.ascontiguousarray(words).view(np.uint32)
+    rows = np.empty((len(words), 8, *words.shape[1:]), np.uint8)
+    for i, place in enumerate(places):
+        rows[:, place] = words >> np.uint32(4 * i) & np.uint32(15)
+    return rows.reshape(-1, *words.shape[1:])
