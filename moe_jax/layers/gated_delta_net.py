@@ -41,15 +41,15 @@ def delta_rule_step(q: Array, k: Array, v: Array, log_decay: Array, beta: Array,
     Returns (o [B, G R, V], the state after the token). With S' = e^g S the output S_t^T q is S'^T q + (k . q) delta, so
     the old state is read for both products at once, as reductions: a matrix product of one row reads more slowly.
     """
-    (B, G, K), (_, heads, V) = q.shape, v.shape
-    S = state.reshape(B, G, heads // G, K, V)
-    decay, beta = (a.reshape(B, G, -1, 1) for a in (jnp.exp(log_decay), beta))
-    column, query = k[:, :, None, :, None], q[:, :, None, :, None]
-    known, read = jnp.sum(S * column, axis=-2), jnp.sum(S * query, axis=-2)  # [B, G, R, V]
-    delta = beta * (v.reshape(B, G, -1, V) - decay * known)
-    o = decay * read + jnp.sum(q * k, axis=-1)[:, :, None, None] * delta
-    S = decay[..., None] * S + column * delta[..., None, :]
-    return o.reshape(v.shape), S.reshape(state.shape)
+    # Small vectors are repeated so that the state keeps its shape, and all its reads come before its one update: XLA
+    # then updates it in place. Otherwise it copies the state every step (seen in the optimised HLO).
+    q, k = (jnp.repeat(a, v.shape[1] // a.shape[1], axis=1) for a in (q, k))  # [B, G R, K]
+    decay = jnp.exp(log_decay)[..., None]
+    known, read = jnp.sum(state * k[..., None], axis=-2), jnp.sum(state * q[..., None], axis=-2)  # [B, G R, V]
+    known, read, state = lax.optimization_barrier((known, read, state))
+    delta = beta[..., None] * (v - decay * known)
+    o = decay * read + jnp.sum(q * k, axis=-1, keepdims=True) * delta
+    return o, decay[..., None] * state + k[..., None] * delta[:, :, None, :]
 
 
 def _in_chunks(a: Array, length: int) -> Array:

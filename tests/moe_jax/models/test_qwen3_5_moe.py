@@ -248,6 +248,10 @@ def test_offloaded_equals_resident(transport, tiny, prompts, resident):
             assert moe.stats()["last"]["decode"]["misses"] > 0 or setting["slots"] == 64
             moe.verify_slots()
         stats = moe.stats()
+        for name, text in moe._engine.programs.texts():
+            copies = [line for line in text.splitlines() if "f32[2,4,16,24]" in line and " copy(" in line]
+            assert "f32[2,4,16,24]" in text or name == "first"
+            assert not copies or name != "decode", "the states are updated in place"
         # Prefill chunks, the last shorter chunk, the first token, and the steps; nothing more for other settings.
         assert stats["total"]["compilations"] <= 4
         cfg = moe.model_config
