@@ -118,7 +118,7 @@ class MoE:
         self.max_sequence_length, pages = kv_plan(parts.cfg, parts.dtype, config, memory)
         dense = sum(leaf.nbytes for leaf in _leaves(parts.params))
         kv = pages * parts.cfg.kv_page_bytes(config.page_size, parts.dtype)
-        source = self.max_sequence_length * parts.cfg.source_bytes_per_token(parts.dtype)
+        source = power_of_two(self.max_sequence_length) * parts.cfg.source_bytes_per_token(parts.dtype)
         states = power_of_two(config.max_batch) * (parts.cfg.state_bytes(parts.dtype) + source)
         spec = parts.spec
         kind, why = choose_transport(config, memory, spec.L * spec.E * spec.row_bytes)

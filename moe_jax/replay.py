@@ -53,7 +53,7 @@ def replay(
         The new ids of each request in that order, int32 [decoded rows + 1], chosen greedily.
 
     Raises:
-        InputError: the trace does not fit the model, a request is not in it, cannot be a batch with those it shares
+        InputError: the model has an encoder, whose routing traces do not hold; the trace does not fit, a request is not in it, cannot be a batch with those it shares
             steps with, or is too long; a prompt has the wrong length or ids. TransportError: as `MoE.generate`;
             `error.partial` holds the ids of the requests made so far.
     """

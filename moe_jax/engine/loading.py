@@ -104,7 +104,15 @@ def read_parts(checkpoint: Checkpoint, config: OffloadConfig, progress: bool | N
 
 
 def kv_plan(cfg, dtype, config: OffloadConfig, memory: int | None) -> tuple[int, int]:
-    """(longest sequence in tokens, pages of the KV pool with the trash page)."""
+    """(longest sequence in tokens, pages of the KV pool with the trash page).
+
+    Raises ConfigError where lengths of the configuration do not fit the model.
+    """
+    if cfg.encoder_decoder and config.prefill_chunk is not None:
+        raise ConfigError(
+            f"prefill_chunk={config.prefill_chunk}: an encoder-decoder takes sources and targets whole, since an "
+            "expert's capacity is a share of all tokens; leave it out"
+        )
     longest = config.max_sequence_length or cfg.max_position_embeddings
     if longest > cfg.max_position_embeddings:
         raise ConfigError(
