@@ -192,6 +192,7 @@ class Model:
 
 MODELS = {
     "qwen3-30b-a3b": Model("qwen3_moe"),
+    "olmoe-1b-7b": Model("olmoe"),
     "mixtral-8x7b": Model("mixtral"),
     "deepseek-v2-lite": Model("deepseek_v2_lite"),
     "deepseek-v3": Model("deepseek_v3", pack_fp8),

@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _released import CONFIGS
 
 from host_offload.store import RowSpec
 from moe_jax.engine.loading import Parts
@@ -20,74 +21,16 @@ from moe_jax.models.olmoe.config import OlmoeConfig
 from moe_jax.models.qwen3_moe.config import Qwen3MoeConfig
 from moe_jax.models.registry import abstract_params
 
-# config.json values of the released models (shared layer shapes; see docs/measurements.md for what was run).
+# Family and config.json of the released models (see docs/measurements.md for what was run).
 SHAPES = {
-    "qwen3-30b-a3b": (
-        Qwen3MoeConfig,
-        dict(
-            vocab_size=151936,
-            hidden_size=2048,
-            intermediate_size=6144,
-            moe_intermediate_size=768,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-            max_position_embeddings=40960,
-            rope_theta=1e6,
-        ),
-    ),
-    "olmoe-1b-7b": (
-        OlmoeConfig,
-        dict(
-            vocab_size=50304,
-            hidden_size=2048,
-            intermediate_size=1024,
-            num_hidden_layers=16,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            num_experts=64,
-            num_experts_per_tok=8,
-            norm_topk_prob=False,
-            max_position_embeddings=16384,
-            rope_theta=1e4,
-        ),
-    ),
-    "mixtral-8x7b": (
-        MixtralConfig,
-        dict(
-            vocab_size=32000,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            max_position_embeddings=32768,
-            rope_theta=1e6,
-        ),
-    ),
-    "gpt-oss-20b": (  # experts in floating point, not MXFP4 as released
+    "qwen3-30b-a3b": (Qwen3MoeConfig, CONFIGS["qwen3-30b-a3b"]),
+    # Longer than the released 4096, for the timed prefill.
+    "olmoe-1b-7b": (OlmoeConfig, CONFIGS["olmoe-1b-7b"] | {"max_position_embeddings": 16384}),
+    "mixtral-8x7b": (MixtralConfig, CONFIGS["mixtral-8x7b"]),
+    # Experts in floating point, not MXFP4 as released; layers alternate, whatever their number.
+    "gpt-oss-20b": (
         GptOssConfig,
-        dict(
-            vocab_size=201088,
-            hidden_size=2880,
-            intermediate_size=2880,
-            num_hidden_layers=24,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=64,
-            num_local_experts=32,
-            num_experts_per_tok=4,
-            sliding_window=128,
-            max_position_embeddings=131072,
-        ),
+        {k: v for k, v in CONFIGS["gpt-oss-20b"].items() if k not in ("quantization_config", "layer_types")},
     ),
 }
 
@@ -143,8 +86,7 @@ def random_parts(shape: str, layers: int | None = None, dtype="bfloat16", seed: 
     values = {**values, **changes}
     if layers is not None:
         values["num_hidden_layers"] = layers
-    hf = {"architectures": ["random"], **values}
-    cfg = config_cls.from_hf(hf)
+    cfg = config_cls.from_hf(values)
     dtype = np.dtype(jnp.dtype(dtype))
     graphdef, abstract = abstract_params(cfg, dtype)
     key = jax.random.key(seed)
