@@ -95,8 +95,8 @@ def _download(name: str, path: Path, revision: str | None, cache_dir: str | os.P
     snapshot = Path(found)
     if not any(snapshot.glob("*.safetensors")):
         raise CheckpointError(
-            f"{name} at {endpoint} has no safetensors weights at its top level: use a repository that has, or convert "
-            "it (load with transformers, then save_pretrained)"
+            f"{name} at {endpoint} has no safetensors weights at its top level: use a repository that has, or download "
+            f"it (hf download {name} --local-dir DIR) and convert it (python -m moe_jax.convert DIR DIR-safetensors)"
         )
     return snapshot
 

@@ -373,8 +373,8 @@ class _ExpertRows:
     def _check_shape(self, tensor: str, names: list[str], form: Format, shape: Shape, parts: tuple[Part, ...]) -> None:
         """Reports parts of one row tensor that together do not have `shape` (dense, or of the packed values)."""
         seen = [self.tensors[name] for name in names]
-        if any(found.shape is None or found.format.name != form.name for found in seen):
-            return
+        if any(found.shape is None or found.format.name != form.name for found in seen) or len(parts) < len(seen):
+            return  # reported
         if isinstance(form, Dense):
             try:
                 shapes = [self._shape_of(part) for part in parts]

@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,36 +199,58 @@ def _read_json(path: Path, problems: list[str], optional: bool = False) -> dict[
     return value
 
 
+def read_index(directory: Path, name: str, problems: list[str]) -> dict[str, str] | None:
+    """The map from tensor to file name of an index file; None and an entry in `problems` if it has none."""
+    known = len(problems)
+    weight_map = _read_json(directory / name, problems).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        if len(problems) == known:
+            problems.append(f'{name} has no "weight_map" from tensor to file name: fetch it again')
+        return None
+    outside = sorted({file for file in weight_map.values() if Path(file).name != file})
+    if outside:
+        problems.append(f"{name} names files outside the directory ({listed(outside)}): fetch it again")
+        return None
+    return weight_map
+
+
 def _find_shards(directory: Path, problems: list[str]) -> tuple[list[Path], dict[str, str] | None]:
     """The safetensors files to read and, if there is an index, its map from tensor to file name."""
     if (directory / _SINGLE).exists():
         return [directory / _SINGLE], None
     if (directory / _INDEX).exists():
-        known = len(problems)
-        weight_map = _read_json(directory / _INDEX, problems).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            if len(problems) == known:
-                problems.append(f'{_INDEX} has no "weight_map" from tensor to file name: fetch it again')
-            return [], None
-        outside = sorted({file for file in weight_map.values() if Path(file).name != file})
-        if outside:
-            problems.append(f"{_INDEX} names files outside the directory ({listed(outside)}): fetch it again")
+        weight_map = read_index(directory, _INDEX, problems)
+        if weight_map is None:
             return [], None
         return [directory / file for file in sorted(set(weight_map.values()))], weight_map
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
-        others = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
-        problems.append(
-            f"no *.safetensors file here, only {listed(others)}, which moe_jax does not read: load the model with "
-            "transformers and save it with save_pretrained, which writes safetensors"
-            if others
-            else "no *.safetensors file here: download the model's weights or give another directory"
-        )
+        problems.append(_no_weights(directory))
     present = {path.name for path in paths}
     for stem, width, total in {(m[1], len(m[3]), int(m[3])) for m in map(_SHARD.fullmatch, present) if m}:
         wanted = [f"{stem}-{i:0{width}d}-of-{total:0{width}d}.safetensors" for i in range(1, total + 1)]
         paths += [directory / name for name in wanted if name not in present]  # reported as missing when read
     return sorted(paths), None
+
+
+def _no_weights(directory: Path) -> str:
+    """What is wrong with a directory without safetensors, and what to do with what it holds instead."""
+    others = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
+    if not others:
+        return "no *.safetensors file here: download the model's weights or give another directory"
+    only = f"no *.safetensors file here, only {listed(others)}"
+    if any(name.startswith("pytorch_model") and name.endswith(".bin") for name in others):
+        return f"{only}: convert it once with `{convert_command(directory)}` and load the new directory"
+    return (
+        f"{only}, which moe_jax does not read: load the model with transformers and save it with save_pretrained, "
+        "which writes safetensors"
+    )
+
+
+def convert_command(directory: Path) -> str:
+    """The command line that converts a PyTorch checkpoint to safetensors."""
+    source = str(directory)
+    return f"python -m moe_jax.convert {shlex.quote(source)} {shlex.quote(source + '-safetensors')}"
 
 
 def _read_shard(path: Path, entries: dict[str, _Entry], problems: list[str]) -> None:

@@ -149,7 +149,7 @@ def test_no_weights_at_all_and_only_pickles(tmp_path):
     assert "no *.safetensors file here: download" in problems_of(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     message = problems_of(tmp_path)
-    assert "only pytorch_model.bin" in message and "save_pretrained" in message
+    assert "only pytorch_model.bin" in message and "python -m moe_jax.convert" in message
 
 
 @pytest.mark.parametrize(
