@@ -1,6 +1,5 @@
 """Checkpoints: safetensors reading, hub download, the map from file names to parameters, loading."""
 
-from moe_jax.checkpoint.bin_convert import convert_bin
 from moe_jax.checkpoint.hub import resolve
 from moe_jax.checkpoint.loading import conversions, load_params
 from moe_jax.checkpoint.logical import LogicalTensor
@@ -18,7 +17,6 @@ __all__ = [
     "TensorInfo",
     "WeightMap",
     "conversions",
-    "convert_bin",
     "load_params",
     "map_checkpoint",
     "resolve",
