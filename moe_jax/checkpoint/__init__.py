@@ -1,5 +1,6 @@
 """Checkpoints: safetensors reading, hub download, the map from file names to parameters, loading."""
 
+from moe_jax.checkpoint.bin_convert import convert_bin
 from moe_jax.checkpoint.hub import resolve
 from moe_jax.checkpoint.loading import conversions, load_params
 from moe_jax.checkpoint.logical import LogicalTensor
@@ -17,6 +18,7 @@ __all__ = [
     "TensorInfo",
     "WeightMap",
     "conversions",
+    "convert_bin",
     "load_params",
     "map_checkpoint",
     "resolve",
