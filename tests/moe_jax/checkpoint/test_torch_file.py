@@ -83,9 +83,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(make, named, tmp_path):
 
 def test_what_a_pickle_does_to_our_functions_ends_with_its_file(tmp_path):
     defaults = b"}(" + torch_files.text("__defaults__") + b"(K\x07tu"
-    attack = (
-        b"ctorch._utils\n_rebuild_tensor_v2\nN" + defaults + b"\x86b0"
-    )  # sets an attribute and forgets it
+    attack = b"ctorch._utils\n_rebuild_tensor_v2\nN" + defaults + b"\x86b0"  # sets an attribute and forgets it
     pickled = torch_files.state_pickle({"w": VALUE})
     with TorchFile(write(tmp_path, b"\x80\x02" + attack + pickled[2:])) as file:
         assert file.names() == ["w"]
