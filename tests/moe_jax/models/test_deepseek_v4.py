@@ -183,41 +183,30 @@ def prompts(expected):
     return ids, mask
 
 
-def generate(moe, prompts):
-    ids, mask = prompts
-    return moe.generate(ids, NEW_TOKENS, eos_token_id=[], attention_mask=mask)[:, -NEW_TOKENS:]
-
-
 @pytest.fixture(scope="module")
 def resident(tiny, prompts, expected):
-    """(tokens of both rows, tokens of the second alone, logits of the prompts) with all experts on the device."""
-    want = expected("deepseek_v4_fp4")
+    """(tokens of each row, run alone; logits of the first prompt) with all experts on the device."""
     with MoE(tiny("deepseek_v4_fp4"), RUN | {"transport": "resident"}) as moe:
-        logits = moe.forward(want["input_ids"])
-        ids, mask = prompts
-        alone = moe.generate(ids[1, mask[1] == 1], NEW_TOKENS, eos_token_id=[])[-NEW_TOKENS:]
-        return generate(moe, prompts), alone, logits
+        logits = moe.forward(expected("deepseek_v4_fp4")["input_ids"])
+        rows = [ids[real == 1] for ids, real in zip(*prompts, strict=True)]
+        return np.stack([moe.generate(row, NEW_TOKENS, eos_token_id=[])[-NEW_TOKENS:] for row in rows]), logits
 
 
 def test_released_format_equals_transformers(resident, expected):
     """Logits in chunks of 128 tokens, and greedy tokens through the cache."""
     want = expected("deepseek_v4_fp4")
-    tokens, _, logits = resident
+    tokens, logits = resident
     assert np.abs(logits - want["logits"]).max() <= TOLERANCE
     np.testing.assert_array_equal(tokens[0], want["gen_ids"].ravel())
 
 
-def test_a_row_does_not_depend_on_the_batch(resident):
-    tokens, alone, _ = resident
-    np.testing.assert_array_equal(tokens[1], alone)
-
-
 @pytest.mark.parametrize("transport", ("device", "callback"))
-def test_offloaded_equals_resident(transport, tiny, prompts, resident):
+def test_an_offloaded_batch_equals_its_rows_alone_and_resident(transport, tiny, prompts, resident):
     with MoE(tiny("deepseek_v4_fp4"), RUN | {"transport": transport, "expert_slots": 24}) as moe:
         for setting in SETTINGS if transport == "device" else SETTINGS[1:3]:
             moe.set_cache(**setting)
-            np.testing.assert_array_equal(generate(moe, prompts), resident[0], err_msg=str(setting))
+            tokens = moe.generate(prompts[0], NEW_TOKENS, eos_token_id=[], attention_mask=prompts[1])[:, -NEW_TOKENS:]
+            np.testing.assert_array_equal(tokens, resident[0], err_msg=str(setting))
             assert moe.stats()["last"]["decode"]["misses"] > 0 or setting["slots"] == 24
             moe.verify_slots()
         stats, cfg = moe.stats(), moe.model_config
