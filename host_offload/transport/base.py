@@ -10,7 +10,7 @@ import numpy as np
 from host_offload.plan import check_invariants
 from host_offload.policy import fresh_state
 from host_offload.slots import round_group, spare_rows
-from pallas_kernels.expert_ffn import SILU
+from pallas_kernels.expert_ffn import SILU, without_kernel
 
 
 class StateLost(RuntimeError):
@@ -52,8 +52,11 @@ class Transport(abc.ABC):
             raise ValueError(
                 f"rows of {', '.join(spec.tensors)}: these experts need {', '.join(wanted)}, in this order"
             )
-        self.experts, self.without_kernel = experts, experts.without_kernel()
-        self.ffn_implementation = "xla" if self.without_kernel else implementation
+        self.experts = experts
+        self.without_kernel = {phase: without_kernel(experts, phase) for phase in ("decode", "round")}
+        self.ffn_implementation = {
+            phase: "xla" if why else implementation for phase, why in self.without_kernel.items()
+        }
         self.group = round_group(spec)
         self.spare = spare_rows(spec, max_pairs, self.group)
         self.budget, self.forced_admit = budget, forced_admit
@@ -81,15 +84,19 @@ class Transport(abc.ABC):
     def fresh_policy(self, xp):
         """The policy's state before the first event."""
         spec, budget = self.spec, self.budget
-        state = fresh_state(self.policy, xp, spec.L, spec.E, self.seed, budget.capacities, budget.scope == "global")
+        scope = xp.asarray(budget.scope == "global")  # an array: `set_cache` may change it under a compiled step
+        state = fresh_state(self.policy, xp, spec.L, spec.E, self.seed, budget.capacities, scope)
         return state if self.select is None else self.policy.with_selected(state, self.select)
 
     @property
     def kernel(self) -> str:
         """Names the code path of the expert FFN for stats, and why it is not the kernels where those would run."""
-        how = {"pallas": "pallas-triton", "interpret": "pallas-interpret", "xla": "xla"}[self.ffn_implementation]
-        why = f" ({self.without_kernel})" if self.ffn_implementation != self.implementation else ""
-        return f"{self.name}/{how}{why}"
+        names = {"pallas": "pallas-triton", "interpret": "pallas-interpret", "xla": "xla"}
+        decode, prefill = (names[how] for how in self.ffn_implementation.values())
+        whys = {phase: why for phase, why in self.without_kernel.items() if why and self.implementation != "xla"}
+        if decode != prefill:
+            return f"{self.name}/{decode} (prefill: {prefill}, {whys['round']})"
+        return f"{self.name}/{decode} ({whys['decode']})" if whys else f"{self.name}/{decode}"
 
     @abc.abstractmethod
     def create_state(self):

@@ -6,7 +6,7 @@ Two kernels, because the down projection needs the whole hidden vector of an exp
   if the experts have no gate.
 * `down`: program (u, j) computes BO columns of y[u] = h[u] down^T.
 
-Activation and biases are those of an `ExpertSpec`; all weights are dense.
+Activation, biases and formats are those of an `ExpertSpec`; `packed.py` multiplies with weights that are not dense.
 
 A program whose expert is resident streams its tile from the bank. Otherwise it streams the tile from the pool
 (`pinned_host`, over the link), uses it, and deposits it in the bank in the same pass unless the policy bypasses the
@@ -19,19 +19,23 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import call, divisor_block, load, pl, pltriton, store
+from pallas_kernels.expert_ffn import packed
 from pallas_kernels.expert_ffn.spec import SILU
 from pallas_kernels.expert_ffn.tiles import resolve_tiles
+from pallas_kernels.formats import Dense
 
 
 def _project(
-    x_ref, x_row, w_ref, row, outs, n_in, *, block_in, batch, deposit_ref=None, deposit_row=None, deposit=None
-):
-    """x @ w[row, start:start+width].T for each (start, width) of `outs`, summed in fp32.
+    x_ref, x_row, parts, row, outs, n_in, *, block_in, batch, targets=None, deposit_row=None, deposit=None
+):  # fmt: skip
+    """x @ w[row, start:start+width].T for each (start, width) of `outs` and dense weights w, summed in fp32.
 
-    x_ref [.., batch, n_in] (or [.., n_in] when batch == 1, indexed by `x_row` if not None), w_ref [rows, n_out, n_in].
-    With `deposit_ref`, the tiles also go to its row `deposit_row` where `deposit` holds.
+    x_ref [.., batch, n_in] (or [.., n_in] when batch == 1, indexed by `x_row` if not None), parts: the ref of w [rows,
+    n_out, n_in].
+    With `targets`, a ref like that, the tiles also go to its row `deposit_row` where `deposit` holds.
     Returns a list of [width] (batch == 1) or [batch, width] arrays.
     """
+    (w_ref,) = parts
     single = batch == 1
     steps = n_in // block_in
 
@@ -42,10 +46,9 @@ def _project(
         new = []
         for (start, width), acc in zip(outs, accs, strict=True):
             w = load(w_ref.at[row, pl.ds(start, width), cols])
-            if deposit_ref is not None:
-                store(
-                    deposit_ref.at[deposit_row, pl.ds(start, width), cols], w, mask=jnp.broadcast_to(deposit, w.shape)
-                )
+            if targets is not None:
+                target = targets[0].at[deposit_row, pl.ds(start, width), cols]
+                store(target, w, mask=jnp.broadcast_to(deposit, w.shape))
             if single:
                 new.append(acc + w.astype(jnp.float32) * x.astype(jnp.float32)[None, :])
             else:
@@ -101,17 +104,20 @@ def _from_row(row_ref, src_ref, deposit_ref, u, banks, pools, bank_outs, use):
         use(pools, src, bank_outs, deposit_row=row, deposit=deposit_ref[u] != 0)
 
 
-def _outputs(x_ref, x_row, tensors, row, outs, n_in, targets, *, block_in, batch, **deposit):
+def _outputs(form, x_ref, x_row, tensors, row, outs, n_in, targets, *, n_out, block_in, batch, **deposit):
     """x w^T + b of the columns `outs`, as `_project`; `targets` are the banks to deposit in, or None."""
-    weight_target, *bias_target = [None] * len(tensors) if targets is None else targets
-    weights, *bias = tensors
-    values = _project(
-        x_ref, x_row, weights, row, outs, n_in, block_in=block_in, batch=batch, deposit_ref=weight_target, **deposit
-    )
+    n = len(form.suffixes)
+    targets, bias_target = (None, [None]) if targets is None else (targets[:n], targets[n:])
+    weights, bias = tensors[:n], tensors[n:]
+    args = (x_ref, x_row, weights, row, outs, n_in)
+    if isinstance(form, Dense):
+        values = _project(*args, block_in=block_in, batch=batch, targets=targets, **deposit)
+    else:
+        values = packed.project(form, *args, n_out=n_out, units=block_in, batch=batch, targets=targets, **deposit)
     return _add_bias(values, bias[0], row, outs, deposit_ref=bias_target[0], **deposit) if bias else values
 
 
-def _gate_up_kernel(*refs, batch, width, n_in, block_out, block_in, offload, parts, spec):
+def _gate_up_kernel(*refs, batch, n_in, n_out, block_out, block_in, offload, parts, spec):
     x_ref, row_ref, src_ref, dep_ref, count_ref, banks, pools, h_ref, bank_outs = _split(refs, parts, offload)
     u, j = pl.program_id(0), pl.program_id(1)
 
@@ -119,10 +125,9 @@ def _gate_up_kernel(*refs, batch, width, n_in, block_out, block_in, offload, par
     def _():
         def use(tensors, row, targets, **deposit):
             first = j * block_out
-            outs = [(start, block_out) for start in ((first, width + first) if spec.gated else (first,))]
-            products = _outputs(
-                x_ref, None, tensors, row, outs, n_in, targets, block_in=block_in, batch=batch, **deposit
-            )
+            outs = [(start, block_out) for start in ((first, n_out + first) if spec.gated else (first,))]
+            operands = (spec.gate_up, x_ref, None, tensors, row, outs, n_in, targets)
+            products = _outputs(*operands, n_out=n_out, block_in=block_in, batch=batch, **deposit)
             h = spec.activate(*products).astype(h_ref.dtype)
             cols = pl.ds(j * block_out, block_out)
             store(h_ref.at[u, cols] if batch == 1 else h_ref.at[u, pl.ds(0, batch), cols], h)
@@ -130,7 +135,7 @@ def _gate_up_kernel(*refs, batch, width, n_in, block_out, block_in, offload, par
         _from_row(row_ref, src_ref, dep_ref, u, banks, pools, bank_outs, use)
 
 
-def _down_kernel(*refs, batch, n_in, block_out, block_in, offload, parts):
+def _down_kernel(*refs, batch, n_in, n_out, block_out, block_in, offload, parts, spec):
     h_ref, row_ref, src_ref, dep_ref, count_ref, banks, pools, y_ref, bank_outs = _split(refs, parts, offload)
     u, j = pl.program_id(0), pl.program_id(1)
 
@@ -138,7 +143,8 @@ def _down_kernel(*refs, batch, n_in, block_out, block_in, offload, parts):
     def _():
         def use(tensors, row, targets, **deposit):
             outs = [(j * block_out, block_out)]
-            (y,) = _outputs(h_ref, u, tensors, row, outs, n_in, targets, block_in=block_in, batch=batch, **deposit)
+            operands = (spec.down, h_ref, u, tensors, row, outs, n_in, targets)
+            (y,) = _outputs(*operands, n_out=n_out, block_in=block_in, batch=batch, **deposit)
             cols = pl.ds(j * block_out, block_out)
             store(y_ref.at[u, cols] if batch == 1 else y_ref.at[u, pl.ds(0, batch), cols], y)
 
@@ -150,19 +156,29 @@ def _least_tile(batch: int) -> int:
     return 1 if batch == 1 else 16
 
 
-def decode_tiles(width: int, model: int, batch: int) -> dict:
-    """Tile sizes and warps of the two kernels: divisors of the real widths, so that no tile needs a mask."""
+def decode_tiles(width: int, model: int, batch: int, spec=SILU) -> dict:
+    """Tile sizes and warps of the two kernels: divisors of the real widths, so that no dense tile needs a mask.
+
+    Tiles of packed weights have `units` instead of `block_in`, see `packed.py`.
+    """
     least = _least_tile(batch)
     # Measured on an H200 at F = 768: tall tiles of the short rows of `down` save 1.4 of 32.4 us (docs/measurements.md).
     tall = batch == 1 and width <= 2048
 
-    def tiles(n_out, n_in, out, warps):
+    def tiles(form, n_out, n_in, out, warps):
+        if not isinstance(form, Dense):
+            return dict(
+                block_out=max(least, divisor_block(n_out, 8)),
+                units=packed.default_units(form, batch),
+                num_warps=4,
+                num_stages=2,
+            )
         block = dict(block_out=max(least, divisor_block(n_out, out)), block_in=divisor_block(n_in, 256))
         return dict(**block, num_warps=warps, num_stages=3)
 
     return {
-        "gate_up": tiles(width, model, 16, 4),
-        "down": tiles(model, width, 64 if tall else 16, 8 if tall else 4),
+        "gate_up": tiles(spec.gate_up, width, model, 16, 4),
+        "down": tiles(spec.down, model, width, 64 if tall else 16, 8 if tall else 4),
     }
 
 
@@ -171,15 +187,17 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
     batch, model = x.shape
     offload = pool is not None
     padded = 1 if batch == 1 else max(16, 1 << (batch - 1).bit_length())
-    width = banks["down"].shape[2]
+    width = spec.outs("gate_up", banks["gate_up"].shape[1])[0]
     if batch == 1:
         x_in, h_shape, y_shape = x[0], (distinct, width), (distinct, model)
     else:
         x_in = jnp.pad(x, ((0, padded - batch), (0, 0)))
         h_shape, y_shape = (distinct, padded, width), (distinct, padded, model)
 
-    def launch(kernel, name, operand, out_shape, out_dtype, n_in, n_out, **static):
-        t = tiles[name]
+    def launch(kernel, name, operand, out_shape, out_dtype, n_in, n_out):
+        t, form = tiles[name], getattr(spec, name)
+        if not isinstance(form, Dense):
+            operand = packed.to_lanes(operand, form)
         parts = spec.parts(name)
         used = [banks[part] for part in parts]
         out = [jax.ShapeDtypeStruct(out_shape, out_dtype)]
@@ -193,11 +211,12 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
             kernel,
             batch=padded,
             n_in=n_in,
+            n_out=n_out,
             block_out=t["block_out"],
-            block_in=t["block_in"],
+            block_in=t["block_in" if isinstance(form, Dense) else "units"],
             offload=offload,
             parts=len(parts),
-            **static,
+            spec=spec,
         )
         result = call(
             body,
@@ -211,7 +230,7 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
         )(*args)
         return result[0], dict(zip(parts, result[1:] if offload else used, strict=True))
 
-    h, gate_up = launch(_gate_up_kernel, "gate_up", x_in, h_shape, x.dtype, model, width, width=width, spec=spec)
+    h, gate_up = launch(_gate_up_kernel, "gate_up", x_in, h_shape, x.dtype, model, width)
     banks = {**banks, **gate_up}
     if between is not None:
         banks = between(h, banks)
@@ -236,23 +255,25 @@ def expert_ffn_decode(
       count: [1] i32, number of valid entries.
       distinct: U, the static bound of `count`.
       banks: {"gate_up": [R, 2F, D], "down": [R, D, F]}, with biases also {"gate_up_bias": [R, 2F], "down_bias": [R,
-        D]}, F instead of 2F without a gate; donated by the caller, updated in place.
+        D]}, F instead of 2F without a gate; packed weights as their `Format` says. Donated by the caller, updated
+        in place.
       pool: the same with E rows in pinned host memory, or None when all rows are resident.
       between: traced `between(h, banks) -> banks` between the two kernels: the place to wait for rows of "down" that
         were still on their way while "gate_up" was computed. h are the hidden vectors: [U, F] here when B is 1, else
         [U, B or more, F].
-      spec: `ExpertSpec` with dense weights.
+      spec: `ExpertSpec` of which `without_kernel` says nothing.
       tiles: overrides of `decode_tiles` (for the benchmarks).
 
     Returns:
       y [U, B, D] f32 (entries past `count` are undefined) and the banks.
 
     Raises:
-      ValueError: tiles that do not divide F and D.
+      ValueError: tiles that do not divide F and D; packed rows that do not fill their words.
     """
     batch, model = x.shape
-    width = banks["down"].shape[2]
-    static = resolve_tiles(decode_tiles(width, model, batch), tiles, width=width, model=model, least=_least_tile(batch))
+    width = spec.outs("gate_up", banks["gate_up"].shape[1])[0]
+    default = decode_tiles(width, model, batch, spec)
+    static = resolve_tiles(default, tiles, width=width, model=model, least=_least_tile(batch))
     # With a hook the kernels are traced in place: what it does belongs to the caller's program.
     run = _run if between is not None else _run_cached
     return run(x, rows, src, deposit, count, banks, pool, distinct, static, interpret, between, spec)

@@ -103,11 +103,6 @@ class ExpertSpec:
             return (up + 1) * (gate * jax.nn.sigmoid(gate * self.alpha))
         return gate * jax.nn.sigmoid(gate) * up
 
-    def without_kernel(self) -> str | None:
-        """Why the kernels do not serve these experts, one clause; None if they do."""
-        packed = [form.name for form in (self.gate_up, self.down) if not isinstance(form, Dense)]
-        return f"no kernel reads {packed[0]} rows" if packed else None
-
 
 def _at_most(x, limit):
     """min(x, limit), NaN where x is."""

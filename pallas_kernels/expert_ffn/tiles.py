@@ -5,7 +5,8 @@ def resolve_tiles(defaults: dict, overrides: dict | None, *, width: int, model: 
     """Tile parameters of both kernels as a static argument.
 
     Args:
-      defaults: {"gate_up": {...}, "down": {...}}, each with `block_out`, `block_in`, `num_warps`, `num_stages`.
+      defaults: {"gate_up": {...}, "down": {...}}, each with `block_out`, `num_warps`, `num_stages` and, where
+        that is a choice, `block_in`.
       overrides: the same form, any part of it, or None.
       width: F; model: D.
       least: smallest side of a tile: 16 where tensor cores work on it, else 1.
@@ -19,15 +20,15 @@ def resolve_tiles(defaults: dict, overrides: dict | None, *, width: int, model: 
     """
     tiles = {name: dict(t) for name, t in defaults.items()}
     for name, over in (overrides or {}).items():
-        unknown = sorted(set(over) - set(tiles.get(name, ())))
-        if unknown or name not in tiles:
-            raise ValueError(
-                f"tiles[{name!r}] = {over!r}: kernels are {sorted(tiles)}, parameters {sorted(tiles['down'])}"
-            )
+        known = tiles.get(name, {})
+        if not known or set(over) - set(known):
+            raise ValueError(f"tiles[{name!r}] = {over!r}: kernels are {sorted(tiles)}, parameters {sorted(known)}")
         tiles[name].update(over)
     sides = {"gate_up": {"block_out": width, "block_in": model}, "down": {"block_out": model, "block_in": width}}
     for name, cut in sides.items():
         for parameter, side in cut.items():
+            if parameter not in tiles[name]:
+                continue
             block = tiles[name][parameter]
             if block < least or block & (block - 1) or side % block:
                 raise ValueError(

@@ -12,6 +12,8 @@ import numpy as np
 from pallas_kernels.formats.base import Format, finite_float64
 from pallas_kernels.formats.words import pack, unpack
 
+# e4m3 values with their bits where float16 has them are their values over UNIT.
+UNIT = 2.0**8
 _LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # 448
 
 
@@ -81,3 +83,21 @@ class FP8(Format):
         value = np.clip(scaled, -_LARGEST, _LARGEST).astype(ml_dtypes.float8_e4m3fn)
         value = value.reshape(padded.shape)[: w.shape[0], : w.shape[1]]
         return {"": pack(value.view(np.uint8), 8), "_scale": scale}
+
+
+def lane_values(words: jax.Array) -> list[jax.Array]:
+    """Values 4 w + i of each word w over UNIT, float32, for i = 0 .. 3; NaN comes out as 480 / UNIT, see `has_nan`.
+
+    For kernels: two bytes an operation, and no conversion that only newer cards have.
+    """
+    halves = []
+    for placed in (words << 8, words):  # bytes 0 and 2, then 1 and 3, in the upper bytes of both halves
+        bits = (placed & np.uint32(0x80008000)) | ((placed >> 1) & np.uint32(0x3F803F80))
+        for half in (bits, bits >> 16):
+            halves.append(jax.lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16).astype(jnp.float32))
+    return [halves[0], halves[2], halves[1], halves[3]]
+
+
+def has_nan(words: jax.Array) -> jax.Array:
+    """Whether one of the four bytes of a word stands for NaN: all bits set but the sign."""
+    return ((words & np.uint32(0x7F7F7F7F)) + np.uint32(0x01010101)) & np.uint32(0x80808080) != 0

@@ -14,7 +14,7 @@ import numpy as np
 from pallas_kernels.formats.base import Format, finite_float64
 from pallas_kernels.formats.words import pack, unpack
 
-_MIDDLE = 8  # the zero point of a format without zero points
+MIDDLE = 8  # the zero point of a format without zero points
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class INT4(Format):
         groups = width // self.group
         q = unpack(parts[""], 4).astype(jnp.int32)
         q = q.reshape(*q.shape[:-1], groups, self.group)
-        zero = unpack(parts["_zero"], 4)[..., :groups, None].astype(jnp.int32) if self.zeros else _MIDDLE
+        zero = unpack(parts["_zero"], 4)[..., :groups, None].astype(jnp.int32) if self.zeros else MIDDLE
         w = (q - zero).astype(jnp.float32) * parts["_scale"].astype(jnp.float32)[..., None]
         w = w.reshape(*w.shape[:-2], width).astype(dtype)
         return _in_true_order(w, parts["_order"], outs) if self.order else w
@@ -83,7 +83,7 @@ class INT4(Format):
         scale = exact.astype(dtype)
         scale[scale == 0] = 1
         step = scale.astype(np.float64)
-        zero = np.clip(np.rint(-low / step), 0, 15) if self.zeros else np.full(scale.shape, _MIDDLE)
+        zero = np.clip(np.rint(-low / step), 0, 15) if self.zeros else np.full(scale.shape, MIDDLE)
         q = np.clip(np.rint(groups / step[..., None]) + zero[..., None], 0 if self.zeros else 1, 15)
         parts = {"": pack(q.reshape(w.shape), 4), "_scale": scale}
         if self.zeros:
@@ -103,3 +103,19 @@ def _in_true_order(w, order, outs):
         matrices.append(jnp.take_along_axis(matrix, stored_at[..., m, None, :], axis=-1))
         first += out
     return jnp.concatenate(matrices, axis=-2)
+
+
+def lane_values(words: jax.Array, zero: jax.Array) -> list[jax.Array]:
+    """q - zero of columns 8 w + i of each word w, float32, for i = 0 .. 7. For kernels: two nibbles an operation.
+
+    `zero`: uint32 like `words`, or a number.
+    """
+    # A float16 with these bits is 1024 + q.
+    offset = (zero + np.uint32(1024)).astype(jnp.float32)
+    low, high = [], []
+    for i in range(4):
+        bits = ((words >> 4 * i) & np.uint32(0x000F000F)) | np.uint32(0x64006400)
+        for half, bits_ in ((low, bits), (high, bits >> 16)):
+            value = jax.lax.bitcast_convert_type(bits_.astype(jnp.uint16), jnp.float16)
+            half.append(value.astype(jnp.float32) - offset)
+    return low + high

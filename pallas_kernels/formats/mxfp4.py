@@ -16,6 +16,8 @@ import numpy as np
 from pallas_kernels.formats.base import Format, finite_float64
 from pallas_kernels.formats.words import pack, unpack
 
+# e2m1 codes with their bits where float16 has them are their values over UNIT.
+UNIT = 2.0**14
 # Exponent of the largest power of two in e2m1 (4), and the bias of e8m0.
 _LARGEST_EXPONENT = 2
 _BIAS = 127
@@ -49,7 +51,7 @@ class MXFP4(Format):
     def decode(self, parts: Mapping[str, Any], outs: tuple[int, ...], width: int, dtype) -> jax.Array:
         code = unpack(parts[""], 4).astype(jnp.uint16)
         code = code.reshape(*code.shape[:-1], width // self.block, self.block)
-        # Sign, exponent and mantissa moved to where float16 has them: the value times 2^-14, subnormals of e2m1
+        # Sign, exponent and mantissa moved to where float16 has them: the value / UNIT, subnormals of e2m1
         # included. Not bfloat16, whose subnormals a device flushes.
         bits = (code & 8) << 12 | (code & 7) << 9
         value = jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
@@ -58,7 +60,7 @@ class MXFP4(Format):
         # side.
         power = jnp.where(byte == 255, jnp.uint32(0x7FC00000), jnp.maximum(byte, 1) << 23)
         power = jax.lax.bitcast_convert_type(power, jnp.float32)
-        unit = jnp.where(byte == 0, jnp.float32(2**13), jnp.float32(2**14))
+        unit = jnp.where(byte == 0, jnp.float32(UNIT / 2), jnp.float32(UNIT))
         w = value * unit[..., None] * power[..., None]
         return w.reshape(*w.shape[:-2], width).astype(dtype)
 
@@ -73,3 +75,21 @@ class MXFP4(Format):
         scaled = np.ldexp(blocks, _BIAS - byte[..., None])
         code = np.clip(scaled, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
         return {"": pack(code.reshape(w.shape), 4), "_scale": pack(byte, 8)}
+
+
+def lane_values(words: jax.Array) -> list[jax.Array]:
+    """Values 8 w + i of each word w over UNIT, float32, for i = 0 .. 7. For kernels: two nibbles an operation."""
+    low, high = [], []
+    for i in range(4):  # nibbles i and i + 4, to the upper bits of both halves of the word
+        sign = (words << 12 - 4 * i) & np.uint32(0x80008000)
+        code = (words << 9 - 4 * i if i < 3 else words >> 3) & np.uint32(0x0E000E00)
+        for half, bits in ((low, sign | code), (high, (sign | code) >> 16)):
+            value = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+            half.append(value.astype(jnp.float32))
+    return low + high
+
+
+def block_factors(bytes_: jax.Array) -> jax.Array:
+    """2^(byte - 127) in float32 of e8m0 bytes, NaN of 255. For kernels, which keep subnormals (that of byte 0)."""
+    bits = jnp.where(bytes_ == 0, np.uint32(1 << 22), bytes_ << 23)
+    return jax.lax.bitcast_convert_type(jnp.where(bytes_ == 255, np.uint32(0x7FC00000), bits), jnp.float32)

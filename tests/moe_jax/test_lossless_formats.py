@@ -64,7 +64,10 @@ def test_a_quarter_of_the_experts_in_slots_changes_no_bit(name, form, dense, tra
 
 @pytest.mark.parametrize(
     ("name", "kernel"),
-    [("gpt_oss", "pallas-interpret"), ("gpt_oss_mxfp4", "xla (no kernel reads mxfp4 rows)")],
+    [
+        ("gpt_oss", "pallas-interpret"),
+        ("gpt_oss_mxfp4", "pallas-interpret (prefill: xla, no prefill kernel reads mxfp4 rows)"),
+    ],
     ids=["gpt_oss", "gpt_oss_mxfp4"],
 )
 def test_a_gpus_code_path_in_the_interpreter(name, kernel, tiny, expected, monkeypatch):

@@ -12,7 +12,13 @@ import pytest
 from format_values import random_parts, values
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels.expert_ffn import ExpertSpec, expert_ffn_decode, expert_ffn_round, group_pairs
+from pallas_kernels.expert_ffn import (
+    ExpertSpec,
+    expert_ffn_decode,
+    expert_ffn_round,
+    group_pairs,
+    without_kernel,
+)
 from pallas_kernels.formats import FP8, INT4, MXFP4, Dense
 
 E, ROWS, D, F = 5, 8, 64, 32
@@ -101,10 +107,21 @@ def in_host_memory(rows):
     return {name: jax.device_put(w, sharding) for name, w in rows.items()}
 
 
+# Read by the decode kernels as they are stored: rows that fill no tile, tiles that fill no block, mixed formats.
+PACKED_KERNELS = (
+    Case("interpret", PACKED),
+    Case("interpret", PACKED, "bfloat16"),
+    Case("interpret", replace(RELU, gate_up=FP8(16), down=FP8(128)), "bfloat16"),
+    Case("interpret", replace(V4, gate_up=FP8(128), down=FP8(16))),
+    Case("interpret", replace(V4, gate_up=INT4(32), down=INT4(16, zeros=True))),
+    Case("interpret", replace(SILU, gate_up=INT4(16, zeros=True), down=Dense()), "bfloat16"),
+)
+
+
 @pytest.mark.parametrize(
     ("case", "B"),
     # The kernels have an arithmetic of their own for one token.
-    [(case, B) for case in CASES for B in ((1, 3) if case.implementation == "interpret" else (3,))],
+    [(case, B) for case in CASES + PACKED_KERNELS for B in ((1, 3) if case.implementation == "interpret" else (3,))],
     ids=str,
 )
 def test_decode(case, B):
@@ -220,14 +237,20 @@ def test_tensors_of_a_row():
         mixed.row_tensors(100, 256)
 
 
-def test_kernels_refuse_what_they_do_not_serve():
-    assert ExpertSpec().without_kernel() is None and OSS.without_kernel() is None
-    assert PACKED.without_kernel() == "no kernel reads mxfp4 rows"
+def test_kernels_say_what_they_do_not_serve():
+    """The decode kernels read packed rows, those of prefill do not; a refusal gives the reason."""
+    assert all(without_kernel(spec, phase) is None for spec in (SILU, RELU) for phase in ("decode", "round"))
+    assert without_kernel(PACKED, "decode") is None
+    assert without_kernel(PACKED, "round") == "no prefill kernel reads mxfp4 rows"
+    ordered, odd = replace(V4, down=INT4(32, order=True)), replace(V4, gate_up=FP8(24))
+    assert without_kernel(ordered, "decode") == "no kernel undoes the column order of int4 rows"
+    reason = "kernels read fp8 rows whose scales serve a power of two >= 16 of columns, not 24"
+    assert without_kernel(odd, "decode") == reason
     for implementation in ("pallas", "interpret"):
-        with pytest.raises(ValueError, match="no kernel reads mxfp4 rows; use implementation='xla'"):
+        with pytest.raises(ValueError, match="no prefill kernel reads mxfp4 rows; use implementation='xla'"):
             expert_ffn_round(None, None, None, None, None, block_rows=16, spec=PACKED, implementation=implementation)
-        with pytest.raises(ValueError, match="no kernel reads mxfp4 rows; use implementation='xla'"):
-            expert_ffn_decode(*[None] * 7, distinct=1, spec=PACKED, implementation=implementation)
+        with pytest.raises(ValueError, match=f"{reason}; use implementation='xla'"):
+            expert_ffn_decode(*[None] * 7, distinct=1, spec=odd, implementation=implementation)
 
 
 @pytest.mark.parametrize(

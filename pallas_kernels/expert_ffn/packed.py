@@ -1,0 +1,195 @@
+"""Products with packed weights inside the decode kernels: rows are read as they are stored and decoded in registers.
+
+A tile is some output rows by some whole *units* of each: a unit is the W words that one entry of the row's scales
+serves (a word of four e8m0 bytes, the float of a block or group). So every word and scale is loaded once, deposited
+from where it is, and used. A word holds `lanes` neighbours of its row, and the operand is split alike (`to_lanes`):
+each lane is a product of two arrays, without any interleaving,
+
+    y[r] = sum over words w of factor[r, w] * (sum over lanes i of value_i[r, w] * x_i[w]).
+
+A single token is multiplied and summed in this order in fp32. For more tokens the tensor cores take one product a lane,
+with weights rounded to the compute dtype as `Format.decode` rounds them.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels._compat import cdiv, load, pl, pltriton, store
+from pallas_kernels.formats import FP8, INT4, MXFP4, Format, fp8, int4, mxfp4
+
+# Side of the tensor cores' smallest tile, and so the fewest rows that one FP8 scale must serve.
+_LEAST = 16
+
+
+# How the tiles of a format are read: `lanes` values a word, `words` a unit, `scale` the constant that `decode` leaves
+# out; `sides` the (index in the row's part, shape, whether its last axis counts units) of each part after the words, of
+# the `units` from `first` on; `decode` the values of each lane [size, units, words] / `scale`, and their factor.
+
+
+class _MXFP4Tiles:
+    lanes, words, scale = 8, 16, mxfp4.UNIT
+
+    def __init__(self, form: MXFP4, units: int):
+        self.units = units
+
+    def sides(self, rows, size, block_row, first):
+        return [((rows, pl.ds(first, self.units)), (size, self.units), True)]
+
+    def decode(self, words, sides, first):
+        bytes_at = 8 * (jnp.arange(self.words, dtype=jnp.uint32) // 4)
+        bytes_ = (sides[0][:, :, None] >> bytes_at[None, None, :]) & 255
+        return mxfp4.lane_values(words), mxfp4.block_factors(bytes_)
+
+
+class _FP8Tiles:
+    lanes, scale = 4, fp8.UNIT
+
+    def __init__(self, form: FP8, units: int):
+        self.units, self.words = units, form.block // self.lanes
+
+    def sides(self, rows, size, block_row, first):
+        return [((block_row, pl.ds(first, self.units)), (self.units,), True)]
+
+    def decode(self, words, sides, first):
+        factor = jnp.where(fp8.has_nan(words), jnp.nan, sides[0][None, :, None])
+        return fp8.lane_values(words), factor
+
+
+class _INT4Tiles:
+    lanes, scale = 8, 1.0
+
+    def __init__(self, form: INT4, units: int):
+        self.units, self.words, self.zeros = units, form.group // self.lanes, form.zeros
+
+    def sides(self, rows, size, block_row, first):
+        scale = ((rows, pl.ds(first, self.units)), (size, self.units), True)
+        # A word holds the zero points of 8 units, so of whole tiles.
+        return [scale, ((rows, first >> 3), (size,), False)] if self.zeros else [scale]
+
+    def decode(self, words, sides, first):
+        zero = np.uint32(int4.MIDDLE)
+        if self.zeros:
+            nibble = 4 * ((first & 7).astype(jnp.uint32) + jnp.arange(self.units, dtype=jnp.uint32))
+            zero = ((sides[1][:, None] >> nibble[None, :]) & 15)[:, :, None]
+        return int4.lane_values(words, zero), sides[0].astype(jnp.float32)[:, :, None]
+
+
+_TILES = {MXFP4: _MXFP4Tiles, FP8: _FP8Tiles, INT4: _INT4Tiles}
+
+
+def without_kernel(form: Format) -> str | None:
+    """Why `project` does not serve a packed format, one clause; None if it does."""
+    if isinstance(form, INT4) and form.order:
+        return "no kernel undoes the column order of int4 rows"
+    side = form.block if isinstance(form, FP8) else form.group if isinstance(form, INT4) else _LEAST
+    if side < _LEAST or side & (side - 1):
+        return f"kernels read {form.name} rows whose scales serve a power of two >= {_LEAST} of columns, not {side}"
+    return None
+
+
+def lanes(form: Format) -> int:
+    """Values a word."""
+    return _TILES[type(form)].lanes
+
+
+def default_units(form: Format, batch: int) -> int:
+    """Units of a tile for `batch` tokens, a power of two up to 8."""
+    # One token: about 128 words of a row, of which memory delivers 512 bytes together. More: a lane is multiplied on
+    # tensor cores, where the decoded values of 32 words a row already take most registers (compiled for sm_90).
+    tiles = _TILES[type(form)](form, 1)
+    return max(1, min(8, (128 if batch == 1 else 32) // tiles.words))
+
+
+def to_lanes(x: jax.Array, form: Format) -> jax.Array:
+    """The operand of `project`, [..., lanes, n / lanes], of x [..., n].
+
+    Raises:
+      ValueError: the last word of a row would be partly filled.
+    """
+    if x.shape[-1] % lanes(form):
+        raise ValueError(f"{form.name} rows of {x.shape[-1]} values: kernels need a multiple of {lanes(form)}")
+    return x.reshape(*x.shape[:-1], -1, lanes(form)).swapaxes(-1, -2)
+
+
+def _block_row(form, matrix, start, n_out):
+    """Row of FP8's scales that serves the output rows from `start`, of which each matrix has n_out."""
+    if not isinstance(form, FP8):
+        return None
+    return matrix * cdiv(n_out, form.block) + (start - matrix * n_out) // form.block
+
+
+def project(
+    form, x_ref, x_row, parts, row, outs, n_in, *, n_out, units, batch, targets=None, deposit_row=None, deposit=None
+):  # fmt: skip
+    """x @ w[row, start:start+size].T for each (start, size) of `outs`, one in each of the stacked matrices.
+
+    Args:
+      form: packed `Format` without `without_kernel`.
+      x_ref: `to_lanes` of the operand, indexed by `x_row` first if that is not None.
+      parts: refs [rows, *shape] of the weights' parts, in the order of `form.suffixes`.
+      outs: with sizes and starts that divide the block of FP8.
+      n_in, n_out: width and output size of each of the stacked matrices; n_in a multiple of `lanes`.
+      units: of a tile, a power of two up to 8.
+      batch: tokens, padded; 1 for a single one.
+      targets: refs like `parts` whose row `deposit_row` takes the tiles where `deposit` holds, or None.
+
+    Returns:
+      A list of [size] (batch == 1) or [batch, size] fp32 arrays.
+    """
+    tiles = _TILES[type(form)](form, units)
+    n_lanes, shape = tiles.lanes, (units, tiles.words)
+    tile_words, words = units * tiles.words, n_in // tiles.lanes
+    ragged = words % tile_words != 0
+
+    def inside(i, size, n):
+        """[size] of the i-th block of that size: which lie before n; None if all do."""
+        return i * size + jnp.arange(size, dtype=jnp.int32) < n if ragged else None
+
+    def read(ref, index, mask, shape):
+        if mask is None:
+            return load(ref.at[index])
+        return load(ref.at[index], mask=jnp.broadcast_to(mask, shape), other=0)
+
+    def take(part, index, mask, shape):
+        """Tile `index` of a part of the row, also deposited."""
+        tile = read(parts[part], (row, *index), mask, shape)
+        if targets is not None:
+            keep = deposit if mask is None else mask & deposit
+            store(targets[part].at[(deposit_row, *index)], tile, mask=jnp.broadcast_to(keep, tile.shape))
+        return tile
+
+    def step(i, accs):
+        cols, first = pl.ds(i * tile_words, tile_words), i * units
+        in_row, in_units = inside(i, tile_words, words), inside(i, units, cdiv(words, tiles.words))
+        lead = () if x_row is None else (x_row,)
+        lead, x_shape = (lead, (tile_words,)) if batch == 1 else ((*lead, pl.ds(0, batch)), (batch, tile_words))
+        x = [read(x_ref, (*lead, lane, cols), in_row, x_shape) for lane in np.arange(n_lanes, dtype=np.int32)]
+        new = []
+        for matrix, ((start, size), acc) in enumerate(zip(outs, accs, strict=True)):
+            rows, block_row = pl.ds(start, size), _block_row(form, matrix, start, n_out)
+            w = take(0, (rows, cols), in_row, (size, tile_words)).reshape(size, *shape)
+            sides = [
+                take(part, index, in_units if by_unit else None, side)
+                for part, (index, side, by_unit) in enumerate(tiles.sides(rows, size, block_row, first), 1)
+            ]
+            values, factor = tiles.decode(w, sides, first)
+            if ragged:  # what is past the end of the row may be anything
+                factor = jnp.where(in_row.reshape(1, *shape), factor, 0)
+            if batch == 1:
+                products = [v * at.astype(jnp.float32).reshape(1, *shape) for v, at in zip(values, x, strict=True)]
+                new.append(acc + sum(products[1:], products[0]) * factor)
+            else:
+                factor = factor * tiles.scale
+                for v, at in zip(values, x, strict=True):
+                    v = (v * factor).astype(at.dtype).reshape(size, tile_words)
+                    acc += pltriton.dot(at, v, trans_b=True, allow_tf32=False)
+                new.append(acc)
+        return new
+
+    steps = cdiv(words, tile_words)
+    accs = [jnp.zeros((size, *shape) if batch == 1 else (batch, size), jnp.float32) for _, size in outs]
+    accs = jax.lax.fori_loop(0, steps, step, accs) if steps > 1 else step(np.int32(0), accs)
+    if batch > 1:
+        return accs
+    return [jnp.sum(acc.reshape(acc.shape[0], -1), axis=1) * tiles.scale for acc in accs]
