@@ -159,7 +159,9 @@ def map_checkpoint(
     params = _assemble_params(tensors, dense, targets, problems)
     assembly = _ExpertRows(checkpoint, tensors, dict(expert_tensors), list(moe_layers), num_experts, experts, faults)
     weights = assembly.build(rows, params, unmapped, problems)
-    if files := [file for name in unmapped for file in tensors[name].files]:
+    unused = {name for name in unmapped if _is_empty_bias(checkpoint, name, tensors)}
+    ignored |= dict.fromkeys(sorted(unused), "zeros that AutoGPTQ adds to every packed layer")
+    if files := [file for name in unmapped if name not in unused for file in tensors[name].files]:
         what = f"{_count(files, 'tensor')} of the file with no place in the model that config.json describes"
         problems.append(f"{what}: {listed(files)}")
     problems += [f"{fault}: {listed(names)}" for fault, names in faults.items()]
@@ -185,6 +187,14 @@ def _ignored(groups: Mapping[str, Mapping[str, str]], table: Sequence[Rule | Exp
                 ignored |= dict.fromkeys(roles.values(), why)
                 break
     return ignored
+
+
+def _is_empty_bias(checkpoint: Checkpoint, name: str, tensors: Mapping[str, LogicalTensor]) -> bool:
+    """Whether this is a bias of zeros beside packed weights: files of older AutoGPTQ versions are full of them."""
+    layer, _, kind = name.rpartition(".")
+    weights = tensors.get(f"{layer}.weight")
+    packed = weights is not None and isinstance(weights.format, INT4)
+    return kind == "bias" and packed and not checkpoint.view(name).astype(np.float32).any()
 
 
 def _match_names(names: Iterable[str], table: Sequence[Rule | ExpertRule | Ignore], problems: list[str]):

@@ -184,6 +184,21 @@ def test_act_order_that_is_none(refused):
     assert f"g_idx of shape [64], where a matrix of 128 columns needs [128]: {Q}.g_idx" in message
 
 
+def test_only_biases_of_zeros_are_left_out(refused, tensors_of, tmp_path):
+    """AutoGPTQ gave every packed layer a bias; the models' layers have none."""
+    biases = {f"{name}.bias": np.zeros(128, np.float16) for name in (Q, W2)}
+    build = tmp_path / "zeros"
+    tiny_models.build("mixtral_gptq", build)
+    save_file(tensors_of("mixtral_gptq") | biases, build / "model.safetensors")
+    assert load(build).experts.gate_up.name == "int4"
+    biases[f"{W2}.bias"][3] = 1
+    message = refused("mixtral_gptq", biases)
+    assert f"1 tensor of the file with no place in the model that config.json describes: {W2}.bias" in message
+    assert f"model that config.json describes: {W2.replace('experts.2.w2', 'gate')}.bias" in refused(
+        "mixtral_gptq", {f"{W2.replace('experts.2.w2', 'gate')}.bias": np.zeros(4, np.float16)}
+    ), "not beside packed weights"
+
+
 def test_experts_of_another_format_and_weights_that_are_there_twice(refused, tensors_of):
     parts = ("qweight", "qzeros", "scales", "g_idx")
     plain = {f"{W2}.{part}": None for part in parts} | {f"{W2}.weight": np.ones((128, 192), np.float32)}

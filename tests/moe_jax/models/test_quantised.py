@@ -51,6 +51,27 @@ def test_packed_tensors_hold_the_values_of_the_float_checkpoint(name, tiny, tmp_
     jax.tree.map(np.testing.assert_array_equal, packed.params, plain.params)
 
 
+def test_scales_and_logs_at_another_compute_dtype(tiny, tmp_path, caplog):
+    """Rows keep the float32 scales of FP8 in bfloat16, packed or in a directory of their own, and the log says what
+    became of the dense weights."""
+    settings = OffloadConfig.parse({"dtype": "bfloat16", "offload_path": str(tmp_path)})
+    with Checkpoint.open(tiny("deepseek_v3_fp8")) as files, caplog.at_level("INFO", "moe_jax"):
+        built, reopened = (read_parts(files, settings, False) for _ in range(2))
+        straight = read_parts(files, settings.replace(offload_path=None), False)
+        for name, (shape, dtype) in built.spec.tensors.items():
+            assert dtype == (np.float32 if name.endswith("_scale") else np.uint32)
+            rows = [np.zeros((built.spec.E, *shape), dtype) for _ in range(3)]
+            for parts, out in zip((built, reopened, straight), rows, strict=True):
+                parts.store.fill(1, name, out)
+            assert rows[0].tobytes() == rows[1].tobytes() == rows[2].tobytes() and rows[0].any()
+        for parts in (built, reopened):
+            parts.store.close()
+    assert {leaf.dtype for leaf in jax.tree.leaves(built.params)} == {np.dtype(jnp.bfloat16), np.dtype(np.float32)}
+    assert built.conversions == {"fp8 -> bfloat16": 18}
+    count = len(jax.tree.leaves(built.params))
+    assert f"dense weights: fp8 -> bfloat16 (18 of {count} parameters)" in caplog.messages
+
+
 @pytest.fixture(scope="module")
 def models(load_tiny):
     """`models(name)`: that tiny model and one of the same shapes, whose compiled calls serve both."""
