@@ -272,11 +272,10 @@ class _ExpertRows:
         missing: list[str] = []
         for tensor, shape in self.expert_tensors.items():
             form = self._format(tensor, [claim for key, found in claims.items() if key[0] == tensor for claim in found])
-            if isinstance(form, Dense):
-                stored = {"": tuple(shape)}
-            else:
+            stored = {"": tuple(shape)}
+            if not isinstance(form, Dense):
                 formats[tensor] = form
-                stored = {suffix: part for suffix, (part, _) in self._row_tensors(tensor, form, shape).items()}
+                stored = self._stored(tensor, form, tuple(shape))
                 packed |= {tensor + suffix for suffix in stored}
             names = {suffix: tensor + suffix for suffix in stored}
             shapes |= {names[suffix]: part for suffix, part in stored.items()}
@@ -347,19 +346,19 @@ class _ExpertRows:
         (usual, count), *others = Counter(kinds.values()).most_common()
         for other, _ in others:
             odd = [name for name, kind in kinds.items() if kind == other]
-            self.faults[f"{tensor} of experts is {other} here but {usual} in {_count(range(count), 'tensor')}"] = odd
+            self.faults[f"{tensor} of experts is {other} here, but {usual} in {count} other tensors"] = odd
         if not isinstance(usual, INT4):
             return usual
         same = [form for name, form in formats.items() if kinds[name] == usual]
         return replace(usual, zeros=any(form.zeros for form in same), order=any(form.order for form in same))
 
-    def _row_tensors(self, tensor: str, form: Format, shape: Shape):
-        """As `Format.row_tensors` for rows of `tensor`; no tensors if they do not fit, which is reported."""
+    def _stored(self, tensor: str, form: Format, shape: Shape) -> dict[str, Shape]:
+        """Suffix -> shape of the parts of a row's `tensor` of so many values."""
         try:
-            return form.row_tensors(self.experts.outs(tensor, shape[0]), shape[1])
-        except ValueError as error:
-            self.faults[f"{tensor}: {error}"] = ["config.json"]
-            return {}
+            found = form.row_tensors(self.experts.outs(tensor, shape[0]), shape[1])
+        except ValueError:  # a width that the files' tensors do not have, so the check of shapes reports it
+            return {"": shape}
+        return {suffix: part for suffix, (part, _) in found.items()}
 
     def _parts(self, names: list[str], form: Format, suffix: str, e: int) -> tuple[Part, ...]:
         """Where the part `suffix` of expert `e` lies in the tensors of these names, in order."""
@@ -397,10 +396,10 @@ class _ExpertRows:
             text = " + ".join(str(list(s)) for s in shapes)
             self._fault(f"{tensor} has shape {text} where the model has {list(shape)}", names[0])
         elif not isinstance(form, Dense):
-            stored = form.row_tensors(tuple(s[0] for s in shapes), shape[1])
-            if stored != self._row_tensors(tensor, form, shape):
+            found = form.row_tensors(tuple(s[0] for s in shapes), shape[1])
+            if {suffix: part for suffix, (part, _) in found.items()} != self._stored(tensor, form, shape):
                 outs = self.experts.outs(tensor, shape[0])
-                self._fault(f"{tensor} in one tensor whose {form.name} blocks reach over both of {outs} rows", names[0])
+                self._fault(f"{tensor} in one tensor whose {form.name} parts are not those of {outs} rows", names[0])
 
     def _shape_of(self, part: Part) -> Shape:
         key = part.file, part.view  # all experts' shares of a tensor have one shape

@@ -196,7 +196,7 @@ def test_stacked_packed_experts(tmp_path):
 
     wide = Quantization("fp8", 12)  # a block over the last rows of the gate and the first of up
     shape = (2, -(-2 * N // 12), -(-K // 12))
-    with pytest.raises(CheckpointError, match=r"fp8 blocks reach over both of \(16, 16\) rows: 0.both.weight"):
+    with pytest.raises(CheckpointError, match=r"fp8 parts are not those of \(16, 16\) rows: 0.both.weight"):
         expert_map(tmp_path, {"0.both.weight": q, "0.both.weight_scale_inv": np.ones(shape, np.float32)}, wide)
     rows = {"0.rows.weight": q.reshape(4 * N, K), "0.rows.weight_scale_inv": np.ones((8, 4), np.float32)}
     with pytest.raises(CheckpointError, match=r"packed experts \(fp8\) in a layout that is read only unpacked: 0.rows"):

@@ -203,7 +203,9 @@ def test_experts_of_another_format_and_weights_that_are_there_twice(refused, ten
     parts = ("qweight", "qzeros", "scales", "g_idx")
     plain = {f"{W2}.{part}": None for part in parts} | {f"{W2}.weight": np.ones((128, 192), np.float32)}
     message = refused("mixtral_gptq", plain | {f"{Q}.weight": np.ones((128, 128), np.float32)})
-    assert "down of experts is Dense() here but INT4(group=32" in message and f"7 tensors: {W2}.weight" in message
+    assert (
+        "down of experts is Dense() here, but INT4(group=32" in message and f"7 other tensors: {W2}.weight" in message
+    )
     assert f"weights that are in the file plain and as qweight: {Q}.weight" in message
 
 
@@ -232,5 +234,7 @@ def test_shapes_of_packed_weights_that_the_model_does_not_have(refused):
     message = refused("mixtral_awq", hidden_size=128, intermediate_size=160)
     assert "gate_up has shape [192, 128] + [192, 128] where the model has [320, 128]" in message
     assert "down has shape [128, 192] where the model has [128, 160]" in message
+    message = refused("mixtral_awq", intermediate_size=100)  # no INT4 row has 100 values
+    assert "down has shape [128, 192] where the model has [128, 100]" in message
     message = refused("mixtral_awq", num_attention_heads=8, head_dim=32)
     assert "layers.0.attn.qkv.weight: has shape [384, 128] in the model, but the file has" in message
