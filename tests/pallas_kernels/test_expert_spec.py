@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.expert_ffn import (
     ExpertSpec,
+    decode,
     expert_ffn_decode,
     expert_ffn_round,
     group_pairs,
@@ -56,17 +57,17 @@ CASES = (
 )
 
 
-def sides(spec):
+def sides(spec, D=D, F=F):
     """(name, output size of its matrices, width) of an expert's weights."""
     return ("gate_up", (F, F) if spec.gated else (F,), D), ("down", (D,), F)
 
 
-def random_rows(rng, spec, dtype):
+def random_rows(rng, spec, dtype, **size):
     """Rows {name: [E, ...]}, large enough that the clamp takes part."""
     experts = []
     for _ in range(E):
         row = {}
-        for name, outs, width in sides(spec):
+        for name, outs, width in sides(spec, **size):
             parts = random_parts(rng, getattr(spec, name), outs, width, 6 / np.sqrt(width), dtype)
             row |= {name + suffix: part for suffix, part in parts.items()}
             if spec.biases:
@@ -75,7 +76,7 @@ def random_rows(rng, spec, dtype):
     return {name: np.stack([row[name] for row in experts]) for name in experts[0]}
 
 
-def definition(x, rows, spec, expert):
+def definition(x, rows, spec, expert, **size):
     """y [B, D] in float64, the hidden vector rounded to x's dtype."""
 
     def product(x, name, outs, width):
@@ -84,7 +85,7 @@ def definition(x, rows, spec, expert):
         z = x.astype(np.float64) @ values(form, parts, outs, width).T
         return z + rows[f"{name}_bias"][expert].astype(np.float64) if spec.biases else z
 
-    first, last = sides(spec)
+    first, last = sides(spec, **size)
     z = product(x, *first)
     if spec.activation == "relu":
         h = np.maximum(z, 0)
@@ -152,6 +153,32 @@ def test_decode(case, B):
         assert np.asarray(after[name][2]).tobytes() == rows[name][3].tobytes(), f"{name}: deposited row"
         if case.implementation != "xla":
             assert not np.asarray(after[name][4]).any(), f"{name}: a bypassed row was written"
+
+
+@pytest.mark.parametrize("B", [1, 2])
+@pytest.mark.parametrize(
+    ("form", "units"), [(MXFP4(), 1), (FP8(16), 4), (INT4(32), 2), (INT4(16, zeros=True), 4)], ids=lambda v: str(v)
+)
+def test_rows_of_several_tiles(form, units, B):
+    """More than one tile a row and the last one partly filled; what lies beyond it is junk. Fetched, then resident."""
+    size = {"D": 160, "F": 16}
+    spec = replace(V4, gate_up=form)
+    rng = np.random.default_rng(1)
+    rows = random_rows(rng, spec, "float32", **size)
+    x = rng.normal(size=(B, size["D"])).astype("float32")
+    banks = {name: jnp.full((ROWS, *w.shape[1:]), -1).astype(w.dtype) for name, w in rows.items()}
+    at, keep, one = (jnp.array([v], jnp.int32) for v in (5, 1, 1))
+    run = functools.partial(
+        decode.expert_ffn_decode, distinct=1, spec=spec, tiles={"gate_up": {"units": units}}, interpret=True
+    )
+    args = jnp.asarray(x), at
+    y, banks = run(*args, jnp.array([3], jnp.int32), keep, one, banks, in_host_memory(rows))
+    close(y[0], definition(x, rows, spec, 3, **size), "float32")
+    for name in rows:
+        assert np.asarray(banks[name][5]).tobytes() == rows[name][3].tobytes(), f"{name}: deposited row"
+        assert np.asarray(banks[name][4]).tobytes() == np.asarray(banks[name][6]).tobytes(), f"{name}: its neighbours"
+    again, _ = run(*args, jnp.array([-1], jnp.int32), keep, one, banks, None)
+    assert np.asarray(again).tobytes() == np.asarray(y).tobytes()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -11,6 +11,7 @@ an array of one-byte elements between 2 and 4 GiB would wrap silently. So the of
 import ast
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton
 
 from pallas_kernels.expert_ffn import SILU, ExpertSpec, expert_ffn_decode, expert_ffn_round
+from pallas_kernels.formats import FP8, INT4, MXFP4
 from pallas_kernels.router_topk import router_topk
 from pallas_kernels.sinkhorn import sinkhorn_kernel
 from pallas_kernels.slot_plan import slot_plan
@@ -266,6 +268,37 @@ def test_decode_of_other_experts(model, B):
             assert len(bank_of(operands, (rows, *size))) == 2, part
             assert len(bank_of(operands, (shape.E, *size))) == 1, part
     assert len(decode_kernels(shape, B, rows, offload=False, spec=spec)) == 2
+
+
+# Rows that the decode kernels read as they are stored; those of gpt-oss fill their last tile in part.
+V3 = Shape(D=7168, F=2048, E=256, K=8, L=58)
+PACKED_EXPERTS = {
+    "gpt-oss-120b": (OTHER_EXPERTS["gpt-oss-120b"][0], replace(GPT_OSS, gate_up=MXFP4(), down=MXFP4())),
+    "deepseek-v3-fp8": (V3, ExpertSpec(gate_up=FP8(), down=FP8())),
+    "deepseek-v4-flash-fp4": (
+        OTHER_EXPERTS["deepseek-v4-flash"][0],
+        replace(OTHER_EXPERTS["deepseek-v4-flash"][1], gate_up=MXFP4(), down=MXFP4()),
+    ),
+    "qwen3-30b-a3b-awq": (MODELS["qwen3-30b-a3b"], ExpertSpec(gate_up=INT4(128, True), down=INT4(128, True))),
+    "mixtral-gptq": (MODELS["mixtral"], ExpertSpec(gate_up=INT4(128), down=INT4(128))),
+}
+
+
+@pytest.mark.parametrize("B", [1, 16])
+@pytest.mark.parametrize("model", PACKED_EXPERTS)
+def test_decode_of_packed_experts(model, B):
+    shape, spec = PACKED_EXPERTS[model]
+    rows = shape.L * shape.E // 4
+    kernels = decode_kernels(shape, B, rows, row_dtype=jnp.float16, spec=spec)
+    assert [name for name, _ in kernels] == ["expert_ffn_gate_up", "expert_ffn_down"]
+    check_offsets(kernels)
+    for (_, operands), tensor in zip(kernels, ("gate_up", "down"), strict=True):
+        for part in spec.parts(tensor):
+            size = spec.row_tensors(shape.F, shape.D)[part][0]
+            # Words, scales, zero points and biases are each read from bank and pool, and deposited.
+            assert len(bank_of(operands, (rows, *size))) % 2 == 0 < len(bank_of(operands, (rows, *size))), part
+            assert len(bank_of(operands, (shape.E, *size))) >= 1, part
+    assert len(decode_kernels(shape, B, rows, row_dtype=jnp.float16, offload=False, spec=spec)) == 2
 
 
 @pytest.mark.parametrize("model", OTHER_EXPERTS)

@@ -9,7 +9,7 @@ from format_values import E2M1, E4M3, random_parts, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.formats import FP8, INT4, MXFP4, Dense
+from pallas_kernels.formats import FP8, INT4, MXFP4, Dense, fp8, int4, mxfp4
 
 FORMATS = (
     Dense(),
@@ -119,6 +119,24 @@ def test_values_are_rounded_once(form):
     parts = random_parts(np.random.default_rng(5), form, (6, 6), 64)
     wide = read(parts, form, (6, 6), 64)
     same(read(parts, form, (6, 6), 64, "bfloat16"), wide.astype(ml_dtypes.bfloat16))
+
+
+def test_lanes_are_the_same_values():
+    """What the kernels decode in registers, over all codes in every lane: the values of the definition."""
+    codes = np.arange(2**16, dtype=np.uint32)
+    words = np.concatenate([codes, codes << 16, codes ^ codes << 16])
+    nibbles, bytes_ = (words[:, None] >> np.arange(0, 32, bits, dtype=np.uint32) for bits in (4, 8))
+    lanes = np.stack(jax.jit(mxfp4.lane_values)(words), axis=-1)
+    np.testing.assert_array_equal(lanes * mxfp4.UNIT, E2M1[nibbles & 15])
+    lanes = np.stack(jax.jit(lambda words: int4.lane_values(words, np.uint32(8)))(words), axis=-1)
+    np.testing.assert_array_equal(lanes, (nibbles & 15).astype(np.int64) - 8)
+    lanes = np.stack(jax.jit(fp8.lane_values)(words), axis=-1)
+    wanted = E4M3[bytes_ & 255]
+    np.testing.assert_array_equal(np.where(np.isnan(wanted), 0, lanes * fp8.UNIT), np.nan_to_num(wanted))
+    np.testing.assert_array_equal(jax.jit(fp8.has_nan)(words), np.isnan(wanted).any(axis=-1))
+    factors = np.asarray(mxfp4.block_factors(np.arange(256, dtype=np.uint32)))
+    assert np.isnan(factors[255]) and factors[0].view(np.uint32) == 1 << 22
+    np.testing.assert_array_equal(factors[1:255], 2.0 ** (np.arange(1, 255) - 127.0))
 
 
 # ------------------------------------------------------------------------------------------------------------- encoding
