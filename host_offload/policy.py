@@ -57,8 +57,9 @@ class Policy(abc.ABC):
     def bound(self, xp, state, capacity, global_scope):
         """Returns the state of an empty cache that `init` made, once the cache's size is known (`in_cache` only).
 
-        `capacity` [L] int32: slots of each layer, or L times the total when `global_scope`, a bool scalar array. Both
-        may be traced, so that one program serves caches of many sizes.
+        `capacity` [L] int32: slots of each layer, or L times the total when `global_scope`. Both may be traced, so that
+        one program serves caches of many sizes. A Python bool, instead of a bool scalar array, promises that the scope
+        never changes: the state may then have another form for each.
         """
         return state
 
@@ -78,8 +79,8 @@ class Policy(abc.ABC):
 def fresh_state(policy, xp, L, E, seed, capacity, global_scope):
     """Returns the state of `policy` over an empty cache: `init`, then `bound` if the policy follows the cache.
 
-    `capacity` [L] int32 and `global_scope` bool as `Policy.bound` takes them. Raises ValueError for a `host_only`
-    policy unless `xp` is NumPy.
+    `capacity` [L] int32 and `global_scope`, a Python bool or a bool array, as `Policy.bound` takes them. Raises
+    ValueError for a `host_only` policy unless `xp` is NumPy.
     """
     if policy.host_only and xp is not np:
         raise ValueError(
@@ -88,7 +89,7 @@ def fresh_state(policy, xp, L, E, seed, capacity, global_scope):
         )
     state = policy.init(xp, L, E, seed)
     if policy.in_cache:
-        state = policy.bound(xp, state, xp.asarray(capacity, xp.int32), xp.asarray(global_scope, bool))
+        state = policy.bound(xp, state, xp.asarray(capacity, xp.int32), global_scope)
     return state
 
 

@@ -87,9 +87,7 @@ def _run_group(key, table, jobs, start):
 
     lanes = _deal(table, settings)
     P, n = lanes.shape
-    in_pool = settings.scope == "global"
-    resident = np.zeros((L, E), bool) if start is None else start.resident
-    bits = _pack(resident) if not in_pool else resident.reshape(-1)
+    bits = _pack(np.zeros((L, E), bool) if start is None else start.resident)
     shape = (P, len(units), Q)
     carry = (
         jax.tree.map(lambda leaf: np.broadcast_to(leaf, (P, *leaf.shape)), initial),
@@ -120,7 +118,7 @@ def _run_group(key, table, jobs, start):
         counters[..., LOOKUPS] = lookups[:, None]
         end = None
         if own.reset == "never":
-            left = resident[0, u, q].reshape(L, E) if in_pool else _unpack(resident[0, u, q], E)
+            left = _unpack(resident[0, u, q], E)
             last = int(clock[-1]) if n else (-1 if start is None else start.step)
             end = CacheState(left, jax.tree.map(lambda leaf, u=u: leaf[0, u].copy(), state), last)
         events = _events(table, lanes, logs, u, q) if own.events else None
@@ -279,7 +277,7 @@ def _program(key, policy, settings):
 def _loop(policy, carry, initial, capacities, xs, n, *, E, most, ragged, in_pool, contract, cold, log):
     """The first `n` steps of all lanes: (carry, record by name, [width, P, U, Q, L, ...] each, empty without `log`).
 
-    carry: policy states [P, U, ...], residents [P, U, Q, ...], counts [P, U, Q, 2, L, 5]. initial: states [U, ...].
+    carry: policy states [P, U, ...], residents [P, U, Q, L, W], counts [P, U, Q, 2, L, 5]. initial: states [U, ...].
     capacities: [U, Q, L]. xs: step-major inputs of all lanes, see `_inputs`.
     """
     width, P, L, W = xs["need"].shape
@@ -289,7 +287,6 @@ def _loop(policy, carry, initial, capacities, xs, n, *, E, most, ragged, in_pool
         serve = partial(_serve_in_order, access, E=E, ragged=ragged)
     else:
         serve = partial(_serve, access, forced=contract == "atomic-forced-admit")
-    serve = partial(serve, in_pool=in_pool, E=E)
     # Policy states share an event, and lanes share the layer, so that rows of states are read and written as slices.
     # arguments: state, residents, layer, need, scores, order, t, capacity
     serve = jax.vmap(serve, in_axes=(0, 0, None, None, None, None, None, 0))
@@ -346,18 +343,18 @@ def _at(lanes, new, old):
 # -------------------------------------------------------------------------------------------------- one event, one lane
 
 
-def _serve(access, state, residents, layer, need, scores, order, t, capacity, *, forced, in_pool, E):
+def _serve(access, state, residents, layer, need, scores, order, t, capacity, *, forced):
     """An atomic event: (state, residents, change [Q, 5] by `COUNTERS`, hit and admit [Q, W] words)."""
     del order
     state, residents, hit, evictions = access(state, residents, layer, need, scores, t, capacity, forced=forced)
     miss = need & ~hit
-    admit = miss & _layer_words(residents, layer, in_pool, E)
+    admit = miss & _row(residents, layer, 1)
     misses = _count(miss)
     change = [_count(hit), misses, misses - _count(admit), evictions, (misses > 0).astype(jnp.int32)]
     return state, residents, jnp.stack(change, -1), hit, admit
 
 
-def _serve_in_order(access, state, residents, layer, need, scores, order, t, capacity, *, ragged, in_pool, E):
+def _serve_in_order(access, state, residents, layer, need, scores, order, t, capacity, *, ragged, E):
     """The experts of an event one after the other, each an event of its own; returns what `_serve` does."""
     W, Q = need.shape[0], capacity.shape[0]
 
@@ -376,7 +373,7 @@ def _serve_in_order(access, state, residents, layer, need, scores, order, t, cap
     nothing = jnp.zeros((Q, W), jnp.uint32), jnp.zeros((Q,), jnp.int32)
     state, residents, hit, evictions = jax.lax.fori_loop(0, order.shape[0], one, (state, residents, *nothing))
     miss = need & ~hit
-    admit = miss & _layer_words(residents, layer, in_pool, E)
+    admit = miss & _row(residents, layer, 1)
     misses = _count(miss)
     change = [_count(hit), misses, jnp.zeros_like(misses), evictions, (misses > 0).astype(jnp.int32)]
     return state, residents, jnp.stack(change, -1), hit, admit
@@ -389,8 +386,7 @@ def _access(policy, event, state, residents, layer, need, scores, t, capacity, *
         partial(policy.priority, jnp, state), residents, layer, need, t, capacity, forced=forced, E=E, L=L, most=most
     )
     if policy.in_cache:  # then Q = 1
-        first = residents[0]
-        state = policy.commit(jnp, state, layer, first.reshape(L, E) if first.dtype == bool else _bools(first, E), t)
+        state = policy.commit(jnp, state, layer, _bools(residents[0], E), t)
     return state, residents, hit, evictions
 
 
@@ -416,47 +412,50 @@ def _layer_event(priority, residents, layer, need, t, capacity, *, forced, E, L,
         kept = _words(rank < capacity) & (resident | need)
         return kept, hit, _count(resident & ~kept)
 
-    resident = jax.lax.dynamic_index_in_dim(residents, layer, 1, keepdims=False)
-    kept, hit, evictions = jax.vmap(decide)(resident, capacity)
+    kept, hit, evictions = jax.vmap(decide)(_row(residents, layer, 1), capacity)
     return jax.lax.dynamic_update_index_in_dim(residents, kept, layer, 1), hit, evictions
 
 
 def _pool_event(priority, residents, layer, need, t, capacity, *, forced, E, L, most):
-    """Scope `global`; residents [Q, L * E] bool, need [W] words, capacity [Q]."""
+    """Scope `global`; residents [Q, L, W] words, need [W] words, capacity [Q]."""
     grid = jnp.arange(L * E, dtype=jnp.int32)
-    key = _retention_key(jnp, priority(grid // E, grid % E, t))
+    key = _once(_retention_key(jnp, priority(grid // E, grid % E, t))).reshape(L, E)
     needed = _bools(need, E)
-    all_needed = jax.lax.dynamic_update_slice(jnp.zeros((L * E,), bool), needed, (layer * E,))
 
     def decide(resident, capacity):
-        local = jax.lax.dynamic_slice(resident, (layer * E,), (E,))
-        hit = needed & local
+        local = _row(resident, layer)
+        hit, miss = need & local, need & ~local
         own = key
         if forced:
-            first = _forced_key(jnp, hit, needed & ~local)
-            old = jax.lax.dynamic_slice(key, (layer * E,), (E,))
-            own = jax.lax.dynamic_update_slice(key, jnp.where(needed, first, old), (layer * E,))
-        kept = _cut(own, resident | all_needed, capacity, most)
-        return kept, _words(hit), jnp.sum(resident & ~kept, dtype=jnp.int32)
+            first = _forced_key(jnp, _bools(hit, E), _bools(miss, E))
+            own = jax.lax.dynamic_update_index_in_dim(key, jnp.where(needed, first, _row(key, layer)), layer, 0)
+        candidate = jax.lax.dynamic_update_index_in_dim(resident, local | need, layer, 0)
+        excess = jnp.maximum(_count(candidate.reshape(-1)) - capacity, 0)
+        kept = candidate & ~_lowest(own, candidate, excess, most)
+        return kept, hit, excess - _count(miss & ~_row(kept, layer))
 
     return jax.vmap(decide)(residents, capacity)
 
 
-def _cut(key, candidate, capacity, most):
-    """[n] bool: the `capacity` candidates of highest `key` [n] int32, ties to the lower index; at most `most` leave."""
-    n = key.shape[0]
-    index = jnp.arange(n, dtype=jnp.int32)
-    excess = jnp.sum(candidate, dtype=jnp.int32) - capacity
-    if most <= FEW_DROPS:
+def _lowest(key, candidate, excess, most):
+    """[L, W] words: the `excess` <= `most` candidates of lowest `key` [L, E] int32, ties from the highest index on.
 
-        def drop(i, candidate):
-            low = jnp.min(jnp.where(candidate, key, INT32_MAX))
-            last = jnp.max(jnp.where(candidate & (key == low), index, -1))
-            return candidate & ((index != last) | (i >= excess))
-
+    candidate: [L, W] words.
+    """
+    L, E = key.shape
+    layers, experts = jnp.arange(L, dtype=jnp.int32), jnp.arange(E, dtype=jnp.int32)
+    inside = _bools(candidate, E)
+    if most <= FEW_DROPS:  # a tournament: of all rows the lowest key, then only rows that lost theirs again
+        lowest = _once(jnp.min(jnp.where(inside, key, INT32_MAX), axis=1))  # [L]
+        gone = jnp.zeros_like(candidate)
         for i in range(most):
-            candidate = drop(i, candidate)
-        return candidate
+            layer = jnp.max(jnp.where(lowest == jnp.min(lowest), layers, -1))
+            row, left = _row(key, layer), _bools(_row(candidate, layer) & ~_row(gone, layer), E)
+            expert = jnp.max(jnp.where(left & (row == jnp.min(lowest)), experts, -1))
+            lowest = jnp.where(layers == layer, jnp.min(jnp.where(left & (experts != expert), row, INT32_MAX)), lowest)
+            lowest, layer, expert = _once((lowest, layer, expert))
+            gone |= jnp.where((layers == layer)[:, None] & (i < excess), _words(experts == expert), jnp.uint32(0))
+        return gone
 
     def narrow(count_at, low, high, rounds):
         """The smallest value with count_at(value) >= 1, between low and high."""
@@ -470,12 +469,23 @@ def _cut(key, candidate, capacity, most):
         return jax.lax.fori_loop(0, rounds, half, (jnp.int32(low), jnp.int32(high)))[1]
 
     # The key up to which candidates leave, then the index from which those that tie with it do.
-    edge = narrow(lambda v: jnp.sum(candidate & (key <= v), dtype=jnp.int32) >= excess, ABSENT_KEY, INT32_MAX, 32)
-    tied = candidate & (key == edge)
-    rest = excess - jnp.sum(candidate & (key < edge), dtype=jnp.int32)
+    index, n = layers[:, None] * E + experts, L * E
+    edge = narrow(lambda v: jnp.sum(inside & (key <= v), dtype=jnp.int32) >= excess, ABSENT_KEY, INT32_MAX, 32)
+    tied = inside & (key == edge)
+    rest = excess - jnp.sum(inside & (key < edge), dtype=jnp.int32)
     back = narrow(lambda v: jnp.sum(tied & (index >= n - 1 - v), dtype=jnp.int32) >= rest, 0, n - 1, n.bit_length())
-    leaves = (candidate & (key < edge)) | (tied & (index >= n - 1 - back))
-    return candidate & ~(leaves & (excess > 0))
+    leaves = (inside & (key < edge)) | (tied & (index >= n - 1 - back))
+    return _words(leaves & (excess > 0))
+
+
+def _once(values):
+    """`values`, computed once: XLA would fuse them into each of their uses, and so compute them again for each."""
+    return jax.lax.optimization_barrier(values)
+
+
+def _row(array, layer, axis=0):
+    """`array[layer]` along `axis`, for a traced layer that is in range."""
+    return jax.lax.dynamic_index_in_dim(array, layer, axis, keepdims=False)
 
 
 def _count(words):
@@ -485,8 +495,8 @@ def _count(words):
 
 def _bools(words, E):
     """[..., E] bool from [..., W] words."""
-    expert = jnp.arange(E)
-    return (words[..., expert // 32] >> (expert % 32).astype(jnp.uint32)) & 1 != 0
+    bits = words[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1  # [..., W, 32]
+    return bits.reshape(*words.shape[:-1], -1)[..., :E] != 0
 
 
 def _words(mask):
@@ -497,10 +507,3 @@ def _words(mask):
     return jnp.sum(
         jnp.where(mask, jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32), jnp.uint32(0)), axis=-1, dtype=jnp.uint32
     )
-
-
-def _layer_words(residents, layer, in_pool, E):
-    """[Q, W] words: the residents of one layer."""
-    if in_pool:
-        return _words(jax.lax.dynamic_slice_in_dim(residents, layer * E, E, 1))
-    return jax.lax.dynamic_index_in_dim(residents, layer, 1, keepdims=False)

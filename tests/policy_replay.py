@@ -36,7 +36,7 @@ class Replay:
     def __init__(self, policy, *, L, E, capacity, global_scope=False, forced=True, xp=np, seed=0, compiled=None):
         self.policy, self.xp, self.capacity = get_policy(policy), xp, capacity
         self.global_scope, self.forced, self.t = global_scope, forced, 0
-        self.state = fresh_state(self.policy, xp, L, E, seed, np.full(L, capacity), global_scope)
+        self.state = fresh_state(self.policy, xp, L, E, seed, np.full(L, capacity), xp.asarray(global_scope))
         self.slot_of = xp.full((L, E), -1, xp.int32)
         self.owner = xp.full((L * E + E,), -1, xp.int32)
         self.run = partial(event, np, self.policy) if xp is np else (compiled or compile_event(self.policy))

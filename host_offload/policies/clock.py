@@ -1,6 +1,6 @@
 """Second chance."""
 
-from host_offload.policies.common import SPAN, from_key, in_scope, requeue
+from host_offload.policies.common import SPAN, competing, count_before, from_key, in_scope, put_back
 from host_offload.policy import Policy, register, set_row
 
 
@@ -12,7 +12,8 @@ class CLOCK(Policy):
     goes to its end. Newcomers enter behind, with the bit clear. Eviction order: clear bits in queue order, then (second
     round of the hand) set ones in queue order.
 
-    State: `place` [L, E] int32 in the queue, -1 absent; `used` [L, E] bool; `global` bool, one queue for all layers.
+    State: `place` [L, E] int32 in the layer's queue, 0 is the head, -1 absent; `used` [L, E] bool; `global` bool, one
+    queue for all layers, missing if the scope is known to be `layer`.
     """
 
     name = "clock"
@@ -20,14 +21,10 @@ class CLOCK(Policy):
     in_cache = True
 
     def init(self, xp, L, E, seed):
-        return {
-            "place": xp.full((L, E), -1, xp.int32),
-            "used": xp.zeros((L, E), bool),
-            "global": xp.zeros((), bool),
-        }
+        return {"place": xp.full((L, E), -1, xp.int32), "used": xp.zeros((L, E), bool)}
 
     def bound(self, xp, state, capacity, global_scope):
-        return {**state, "global": global_scope}
+        return state if global_scope is False else {**state, "global": xp.asarray(global_scope)}
 
     def observe(self, xp, state, layer, need, scores, t):
         used = state["used"][layer] | (need & (state["place"][layer] >= 0))
@@ -38,10 +35,21 @@ class CLOCK(Policy):
         return from_key(xp, xp.where(place < 0, 2 * SPAN, used * SPAN + place))
 
     def commit(self, xp, state, layer, resident, t):
-        place, used, scope = state["place"], state["used"], in_scope(xp, state, layer)
-        left = (place >= 0) & ~resident
+        newcomer = resident[layer] & (state["place"][layer] < 0)
+        place, used, resident = (competing(state, layer, a) for a in (state["place"], state["used"], resident))
+        scope = in_scope(xp, state, layer, place.shape[0])
+        old = scope & (place >= 0)
+        left = old & ~resident
         round_two = (left & used).any()  # then the first round has cleared every bit
         last = xp.where(left & (used | ~round_two), place, -1).max()
-        passed = scope & resident & (place >= 0) & (place < last)
+        passed = old & resident & (place < last)
         used = resident & used & ~(passed | (scope & round_two))
-        return {**state, "place": requeue(xp, place, resident, passed), "used": used}
+        # Who left makes room; who was passed, now at the head, goes behind the others; newcomers follow by falling id.
+        stay = old.sum(dtype=xp.int32) - left.sum(dtype=xp.int32)
+        rank = place - count_before(xp, place, left)
+        rank = rank + xp.where(passed, stay, 0) - passed.sum(dtype=xp.int32)
+        ids = xp.arange(newcomer.shape[0])
+        behind = stay + (newcomer[None, :] & (ids[None, :] > ids[:, None])).sum(axis=1, dtype=xp.int32)
+        place = xp.where(old, rank, xp.where(place < 0, behind, place))
+        rows = {"place": xp.where(resident, place, -1), "used": used}
+        return {**state, **{name: put_back(xp, state, layer, state[name], row) for name, row in rows.items()}}

@@ -28,7 +28,7 @@ class LFUDA(Policy):
         }
 
     def bound(self, xp, state, capacity, global_scope):
-        return {**state, "global": global_scope}
+        return {**state, "global": xp.asarray(global_scope)}
 
     def observe(self, xp, state, layer, need, scores, t):
         count, key = state["count"][layer] + need, state["key"][layer]

@@ -1,7 +1,9 @@
 """SIEVE: lazy promotion, quick demotion."""
 
-from host_offload.policies.common import SPAN, from_key, in_scope, requeue
+from host_offload.policies.common import SPAN, age_key, by_age, competing, in_scope, put_back
 from host_offload.policy import Policy, register, set_row
+
+BEHIND, VISITED, ABSENT = 1, 2, 4
 
 
 @register
@@ -12,8 +14,13 @@ class SIEVE(Policy):
     begins at the old end again after the new one. Unlike CLOCK, spared experts keep their place, so newcomers meet
     the hand soon.
 
-    State: `place` [L, E] int32 in the queue, -1 absent; `visited`, `ahead` [L, E] bool, whether the hand will come to
-    the expert before it turns; `global` bool, one queue for all layers.
+    Nothing moves, so the place in the queue is the time of insertion, and by falling expert among those that came
+    together. Who leaves next is found without a walk: first by whether the hand meets it before a second round, then
+    before it turns, then by age. Exact for ages below 2^28 ticks.
+
+    State: `since` [L, E] int32, the clock of the event that brought the expert in, -1 absent; `tier` [L, E] int32, 0 if
+    the hand will come to the expert before it turns, 1 if after, 2 more if visited, 4 absent; `global` bool, one queue
+    for all layers, missing if the scope is known to be `layer`.
     """
 
     name = "sieve"
@@ -21,41 +28,40 @@ class SIEVE(Policy):
     in_cache = True
 
     def init(self, xp, L, E, seed):
-        return {
-            "place": xp.full((L, E), -1, xp.int32),
-            "visited": xp.zeros((L, E), bool),
-            "ahead": xp.ones((L, E), bool),
-            "global": xp.zeros((), bool),
-        }
+        return {"since": xp.full((L, E), -1, xp.int32), "tier": xp.full((L, E), ABSENT, xp.int32)}
 
     def bound(self, xp, state, capacity, global_scope):
-        return {**state, "global": global_scope}
+        return state if global_scope is False else {**state, "global": xp.asarray(global_scope)}
 
     def observe(self, xp, state, layer, need, scores, t):
-        visited = state["visited"][layer] | (need & (state["place"][layer] >= 0))
-        return {**state, "visited": set_row(xp, state["visited"], layer, visited)}
+        tier = state["tier"][layer]
+        tier = xp.where(need & (tier != ABSENT), tier | VISITED, tier)
+        return {**state, "tier": set_row(xp, state["tier"], layer, tier)}
 
     def priority(self, xp, state, layer, expert, t):
-        place, visited = state["place"][layer, expert], state["visited"][layer, expert]
-        tier = 2 * visited + ~state["ahead"][layer, expert]
-        return from_key(xp, xp.where(place < 0, 4 * SPAN, tier * SPAN + place))
+        return by_age(xp, state["tier"][layer, expert], t - state["since"][layer, expert])
 
     def commit(self, xp, state, layer, resident, t):
-        place, visited, ahead = state["place"], state["visited"], state["ahead"]
-        scope, n = in_scope(xp, state, layer), place.size
-        left = (place >= 0) & ~resident
-        again = (left & visited).any()  # the hand came round to where it began: every bit is clear
-        sweep = place + xp.where(ahead, 0, n)  # order in which the hand meets the residents
-        last = xp.where(left & (visited | ~again), sweep, -1).max()
-        visited = resident & visited & ~(scope & (again | ((place >= 0) & (sweep < last))))
-        hand = last % n
-        moved = scope & (last >= 0)
-        still_ahead = (place > hand) & resident
-        turned = ~(still_ahead & scope).any()
-        ahead = xp.where(moved, still_ahead | turned | (place < 0), ahead) | ~resident
-        return {
-            **state,
-            "place": requeue(xp, place, resident, resident & False),
-            "visited": visited,
-            "ahead": ahead,
+        since, tier, resident = (competing(state, layer, a) for a in (state["since"], state["tier"], resident))
+        scope = in_scope(xp, state, layer, since.shape[0])
+        expert = xp.arange(since.shape[1], dtype=xp.int32)
+        old = tier != ABSENT
+        left = old & ~resident
+        again = (left & (tier >= VISITED)).any()  # the hand came round to where it began: every bit is clear
+        met = left & ((tier >= VISITED) | ~again)
+        # The last one that the hand met, -1 if nobody left, in the order in which it meets them.
+        order = age_key(xp, tier & BEHIND, t - since)
+        last = xp.where(met, order, -1).max()
+        last_expert = xp.where(met & (order == last), expert, expert.shape[0]).min()
+        passed = (order < last) | ((order == last) & (expert >= last_expert))
+        place, hand = order & (SPAN - 1), last & (SPAN - 1)
+        behind = (place < hand) | ((place == hand) & (expert >= last_expert))
+        at_end = ~(scope & old & resident & ~behind).any()
+        visited = (tier >= VISITED) & ~(scope & (passed | again))
+        behind = xp.where(scope & (last >= 0), behind & ~at_end, (tier & BEHIND) != 0)
+        stay = xp.where(old, VISITED * visited + BEHIND * behind, 0)
+        rows = {
+            "since": xp.where(resident, xp.where(old, since, t), -1),
+            "tier": xp.where(resident, stay, ABSENT).astype(xp.int32),
         }
+        return {**state, **{name: put_back(xp, state, layer, state[name], row) for name, row in rows.items()}}

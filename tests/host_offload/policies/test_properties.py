@@ -80,6 +80,17 @@ def test_host_only_policies_keep_within_the_cache(name, cache):
         assert sorted(sum(listed, [])) == held.tolist()
 
 
+@pytest.mark.parametrize("name", ["clock", "sieve", "lfu-da"])
+@settings(max_examples=10, deadline=None)
+@given(cache=caches)
+def test_a_scope_that_never_changes_decides_the_same(name, cache):
+    fixed = Replay(name, L=L, E=E, **cache)
+    capacity = np.full(L, cache["capacity"])
+    fixed.state = fresh_state(fixed.policy, np, L, E, cache["seed"], capacity, cache["global_scope"])
+    open_ = Replay(name, L=L, E=E, **cache)
+    np.testing.assert_array_equal(follow(fixed, cache["seed"]), follow(open_, cache["seed"]))
+
+
 @settings(max_examples=10, deadline=None)
 @given(cache=caches)
 def test_least_stale_is_lru(cache):
