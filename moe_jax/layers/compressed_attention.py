@@ -128,8 +128,8 @@ class CompressedAttention(nnx.Module):
     """Projections, rope, states, entries and attention of one layer.
 
     Parameters: `qkv.weight` [Rq + H, D] (compressed query and shared key), `q_norm`, `q_up.weight` [N H, Rq],
-    `kv_norm`, `sinks` [N] float32, `out_down.weight` [g Ro, N H / g] (one block for each of g groups of heads), `out_up.weight`
-    [D, g Ro], `compressor` and `indexer` where the layer has them. Norm weights are float32.
+    `kv_norm`, `sinks` [N] float32, `out_down.weight` [g Ro, N H / g] (one block for each of g groups of heads),
+    `out.weight` [D, g Ro], `compressor` and `indexer` where the layer has them. Norm weights are float32.
 
     Args:
         features: D; num_heads: N; head_dim: H; q_rank: Rq; groups: g; out_rank: Ro.
@@ -161,7 +161,7 @@ class CompressedAttention(nnx.Module):
         self.kv_norm = Float32RMSNorm(head_dim, dtype, eps=eps)
         self.sinks = nnx.Param(jnp.zeros((num_heads,), jnp.float32))
         self.out_down = Linear(num_heads * head_dim // groups, groups * out_rank, dtype, std=std, rngs=rngs)
-        self.out_up = Linear(groups * out_rank, features, dtype, std=std, rngs=rngs)
+        self.out = Linear(groups * out_rank, features, dtype, std=std, rngs=rngs)
         compressor = indexer = None
         if compression is not None:
             shared = dict(every=compression.every, rope=rope, eps=eps, std=std, rngs=rngs)
@@ -248,4 +248,4 @@ class CompressedAttention(nnx.Module):
             precision = matmul_precision(x.dtype)
             low = jnp.einsum("btgi,gri->btgr", out, down, precision=precision, preferred_element_type=jnp.float32)
             low = low.astype(x.dtype).reshape(B, T, -1)
-            return self.out_up(low), kv.with_states(self.layer, states)
+            return self.out(low), kv.with_states(self.layer, states)

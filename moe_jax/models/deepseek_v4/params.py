@@ -51,7 +51,7 @@ WEIGHT_TABLE = (
     Rule(ATTENTION + r"(?:wq_b|q_b_proj)\.weight", r"layers.\1.attn.q_up.weight"),
     Rule(ATTENTION + r"(?:attn_sink|sinks)", r"layers.\1.attn.sinks"),
     Rule(ATTENTION + r"(?:wo_a|o_a_proj)\.weight", r"layers.\1.attn.out_down.weight"),
-    Rule(ATTENTION + r"(?:wo_b|o_b_proj)\.weight", r"layers.\1.attn.out_up.weight"),
+    Rule(ATTENTION + r"(?:wo_b|o_b_proj)\.weight", r"layers.\1.attn.out.weight"),
     *_compressor(COMPRESSOR, "compressor"),
     *_compressor(INDEX_COMPRESSOR, "indexer.compressor"),
     Rule(INDEXER + r"(?:wq_b|q_b_proj)\.weight", r"layers.\1.attn.indexer.q_up.weight"),

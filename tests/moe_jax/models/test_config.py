@@ -40,6 +40,17 @@ DEEPSEEK = {
 MORE = {"deepseek_v2": DEEPSEEK | {"topk_method": "group_limited_greedy"}, "deepseek_v3": DEEPSEEK}
 MORE["jamba"] = {"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_d_state": 3}
 MORE["qwen3_5_moe"] = {"full_attention_interval": 2}
+MORE["deepseek_v4"] = {
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "q_lora_rank": 6,
+    "o_groups": 2,
+    "o_lora_rank": 5,
+    "index_n_heads": 2,
+    "index_head_dim": 4,
+    "moe_intermediate_size": 8,
+}
 
 
 def read(name: str, **changes):
