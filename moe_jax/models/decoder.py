@@ -1,5 +1,6 @@
 """The pre-norm decoder that the decoder-only families share; a family overrides how its blocks are made."""
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
@@ -141,6 +142,15 @@ class DecoderLayer(nnx.Module):
         return x + y, kv, state
 
 
+def in_order(layers: nnx.Dict) -> Iterator[tuple[str, nnx.Module]]:
+    """The layers of a stack, kept by their numbers as strings, from the first to the last.
+
+    Not the order of the dict: `nnx.merge` sorts its keys as text, which puts "10" before "2".
+    """
+    for index in map(str, range(len(layers))):
+        yield index, layers[index]
+
+
 class Decoder(nnx.Module):
     """Embedding, decoder layers, final norm and head of a causal language model, without expert weights.
 
@@ -270,7 +280,7 @@ class Decoder(nnx.Module):
             x = self.enter(self.embed(tokens))
             cos, sin = self.rotary(positions)
         call = AttentionCall(positions, live, cos, sin, attention)
-        for index, layer in self.layers.items():
+        for index, layer in in_order(self.layers):
             record(capture, f"hidden/{index}", x)
             with jax.named_scope(f"layer_{index}"):
                 x, kv, state = layer(x, tokens, kv, call, experts, state, capture)

@@ -15,7 +15,7 @@ from moe_jax.layers.mlp import ReluMLP
 from moe_jax.layers.norm import LayerNorm
 from moe_jax.layers.sinusoid import sinusoids
 from moe_jax.layers.source_attention import CrossAttention, SourceAttention
-from moe_jax.models.decoder import Capture, Experts, last_live, record
+from moe_jax.models.decoder import Capture, Experts, in_order, last_live, record
 from moe_jax.models.nllb_moe.config import NllbMoeConfig
 
 NORM_EPS = 1e-5
@@ -219,14 +219,14 @@ class NllbMoeForConditionalGeneration(nnx.Module):
             (what each decoder layer keeps of the source, `source_k` and `source_v` [B, S, N, H]; state).
         """
         x = self.embedded(tokens, live, 0)
-        for index, layer in self.encoder.layers.items():
+        for index, layer in in_order(self.encoder.layers):
             record(capture, f"hidden/encoder/{index}", x)
             with jax.named_scope(f"encoder_{index}"):
                 x, state = layer(x, tokens, live, counted, experts, state, capture)
         x = self.encoder.norm(x)
         record(capture, f"hidden/encoder/{len(self.encoder.layers)}", x)
         with jax.named_scope("remember"):
-            return tuple(layer.cross.remember(x) for layer in self.decoder.layers.values()), state
+            return tuple(layer.cross.remember(x) for _, layer in in_order(self.decoder.layers)), state
 
     def __call__(
         self,
@@ -254,7 +254,7 @@ class NllbMoeForConditionalGeneration(nnx.Module):
         counted = jnp.sum(live, dtype=jnp.int32)
         x = self.embedded(tokens, live, positions[:, :1])
         call = AttentionCall(positions, live, None, None, attention)
-        for index, layer in self.decoder.layers.items():
+        for index, layer in in_order(self.decoder.layers):
             record(capture, f"hidden/decoder/{index}", x)
             with jax.named_scope(f"decoder_{index}"):
                 x, kv, state = layer(x, tokens, kv, call, source_live, counted, experts, state, capture)
