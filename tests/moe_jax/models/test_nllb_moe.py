@@ -16,6 +16,7 @@ from moe_jax.engine.kv_cache import PagedKV
 from moe_jax.engine.loading import read_parts
 from moe_jax.errors import CheckpointError
 from moe_jax.models.nllb_moe.config import NllbMoeConfig
+from moe_jax.models.nllb_moe.modeling import NllbMoeForConditionalGeneration
 from moe_jax.models.registry import family_for
 
 NAMES = ("nllb_moe", "nllb_moe_capacity")
@@ -96,6 +97,21 @@ def test_a_padding_token_in_a_text_has_no_position(tiny):
     np.testing.assert_allclose((x - bare)[:, 0], [np.sin(2), 0, np.sin(3), 0], atol=1e-5)
     later = np.asarray(model.embedded(tokens[:, :1], jnp.ones((1, 1), bool), jnp.asarray([[5]])))[0, 0] - bare[0]
     np.testing.assert_allclose(later[0], np.sin(7), atol=1e-5)
+
+
+def test_modules_initialise_with_values_of_the_right_scale():
+    cfg = NllbMoeConfig(vocab_size=64, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, num_experts=4, init_std=0.5)
+    model = NllbMoeForConditionalGeneration(cfg, jnp.bfloat16, rngs=nnx.Rngs(0))
+    for stack in (model.encoder, model.decoder):
+        for part in (stack.layers["0"].attn.out, stack.layers["0"].ffn.mlp.up, stack.layers["3"].ffn.router.gate):
+            assert 0.3 < float(jnp.std(part.weight[...])) < 0.7
+    assert (
+        model.embed.weight.dtype == jnp.bfloat16
+        and model.encoder.layers["3"].ffn.router.gate.weight.dtype == jnp.float32
+    )
+    assert model.lm_head is None
+    untied = NllbMoeForConditionalGeneration(replace(cfg, tie_word_embeddings=False), jnp.float32, rngs=nnx.Rngs(0))
+    assert untied.lm_head.weight.shape == (64, 32) and untied.logits(jnp.ones((2, 32))).shape == (2, 64)
 
 
 def test_rows_of_the_narrower_stack_end_in_zeros(tiny):
