@@ -1,6 +1,5 @@
 """`MoE`: a model from a directory or hub id, ready to generate, with its expert cache open to inspection and change."""
 
-import contextlib
 import dataclasses
 import difflib
 import logging
@@ -10,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from host_offload.policy import Policy
@@ -28,13 +28,14 @@ from moe_jax.engine.loading import (
     read_parts,
 )
 from moe_jax.engine.stats import RunStats
-from moe_jax.errors import CheckpointError, ConfigError, InputError, MoEJaxError, TransportError
+from moe_jax.errors import CheckpointError, ConfigError, InputError, MoEJaxError
+from moe_jax.generation.chat import encode_chat
 from moe_jax.generation.request import make_request, prepare_forward
 from moe_jax.generation.sampling import SamplingParams
-from moe_jax.generation.text import IncrementalDecoder, StreamerFeed, load_tokenizer, require_tokenizer
+from moe_jax.generation.text import load_tokenizer, require_tokenizer
 from moe_jax.models.config import text_settings
 from moe_jax.replay import replay
-from moe_jax.session import Session, steps
+from moe_jax.session import Session, complete, recorded, stream_text
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class MoE:
         self.model_config, self.dtype = parts.cfg, parts.dtype
         memory = device_bytes()
         self.max_sequence_length, pages = kv_plan(parts.cfg, parts.dtype, config, memory)
-        dense = sum(leaf.nbytes for leaf in _leaves(parts.params))
+        dense = sum(leaf.nbytes for leaf in jax.tree.leaves(parts.params))
         kv = pages * parts.cfg.kv_page_bytes(config.page_size, parts.dtype)
         source = power_of_two(self.max_sequence_length) * parts.cfg.source_bytes_per_token(parts.dtype)
         states = power_of_two(config.max_batch) * (parts.cfg.state_bytes(parts.dtype) + source)
@@ -194,25 +195,7 @@ class MoE:
             what this call would have returned for the tokens made so far.
         """
         request = self._request(inputs, input_ids, attention_mask, max_new_tokens, sampling | {"seed": seed})
-        feed = None if streamer is None else StreamerFeed(streamer)
-        if feed:
-            feed.prompt(request.batch.input_ids)
-        session = Session(self, request, trace)
-        fault = None
-        try:
-            # Closed here, not by the garbage collector: when a streamer raises, the run is booked and its pages free.
-            with contextlib.closing(session.advance()) as chunks:
-                for pieces in chunks:
-                    if feed:
-                        feed.tokens(steps(pieces, request.params.fill_token_id))
-        except TransportError as error:
-            fault = error
-        if feed:
-            feed.end()
-        result = request.result(session.new_ids, self.tokenizer)
-        if fault is not None:
-            raise TransportError(str(fault), result) from fault.__cause__
-        return result
+        return complete(self, request, trace, streamer)
 
     __call__ = generate
 
@@ -237,24 +220,48 @@ class MoE:
         if len(request.batch.prompts) != 1:
             count = len(request.batch.prompts)
             raise InputError(f"stream() takes one prompt, not {count}: call generate() for a batch")
-        return self._stream_text(Session(self, request, trace), IncrementalDecoder(tokenizer, skip_special_tokens=True))
+        return stream_text(Session(self, request, trace), tokenizer)
 
-    def _stream_text(self, session, decoder):
-        fault = None
-        try:
-            with contextlib.closing(session.advance()) as chunks:
-                for pieces in chunks:
-                    text = decoder.push(pieces[0])
-                    if text:
-                        yield text
-        except TransportError as error:
-            fault = error
-        rest = decoder.flush()
-        if rest:
-            yield rest
-        if fault is not None:
-            partial = self.tokenizer.decode(session.new_ids[0], skip_special_tokens=True)
-            raise TransportError(str(fault), partial) from fault.__cause__
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_new_tokens: int | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        streamer: Any = None,
+        seed: int | None = None,
+        trace: bool | None = None,
+        **sampling: Any,
+    ) -> str:
+        """The assistant's answer to a conversation: all the model writes until it ends, its reasoning too.
+
+        Args:
+            messages: [{"role": "user", "content": "Hello"}, ...], see `encode_chat` (also for the next two).
+            chat_template: Jinja text or a name; default the tokenizer's (chat_template.jinja, tokenizer_config.json).
+            chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
+            max_new_tokens, streamer, seed, trace, sampling: as in `generate`, with the same defaults.
+
+        Raises:
+            InputError, ConfigError: before any work. TransportError: `error.partial` holds the text made so far.
+        """
+        request = self._chat_request(messages, chat_template, chat_template_kwargs, max_new_tokens, seed, sampling)
+        return complete(self, request, trace, streamer)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_new_tokens: int | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        trace: bool | None = None,
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """Yields what `chat` returns in pieces, as `stream` does; arguments as `chat`, errors as `stream`."""
+        request = self._chat_request(messages, chat_template, chat_template_kwargs, max_new_tokens, seed, sampling)
+        return stream_text(Session(self, request, trace), self.tokenizer)
 
     def stream_ids(
         self,
@@ -396,7 +403,7 @@ class MoE:
         old = engine.transport
         rows = old.rows if config.transport != "resident" and old.name != "resident" else 0
         transport = builder.transport(config, chosen, bank_rows=rows)
-        for leaf in _leaves(engine.cache.banks):
+        for leaf in jax.tree.leaves(engine.cache.banks):
             leaf.delete()  # before the new banks: there may be no room for both
         try:
             state = builder.state(transport, config)
@@ -470,7 +477,7 @@ class MoE:
             raise MoEJaxError(
                 "no routing was recorded: pass trace=True to generate(), or set trace in the configuration"
             )
-        caches, parts = self._recorded()
+        caches, parts = recorded(self._routing)
         cfg = self.model_config
         header = {
             "moe_layers": list(cfg.moe_layers[cfg.encoder_moe_layers :]),
@@ -533,15 +540,6 @@ class MoE:
             "policy": self._chosen.name,
         }
 
-    def _recorded(self) -> tuple[list[dict], dict[str, np.ndarray]]:
-        """(caches of the recorded routing in order, each with its first request; the rows, by name of the array)."""
-        caches: list[dict] = []
-        for cache, parts in self._routing:
-            if not caches or any(caches[-1][name] != value for name, value in cache.items()):
-                caches.append({"from_request": int(parts[0]["request"].min()), **cache})
-        rows = [part for _, parts in self._routing for part in parts]
-        return caches, {name: np.concatenate([part[name] for part in rows]) for name in rows[0]}
-
     def _open_engine(self):
         if not self._engine.alive:
             raise MoEJaxError("this model is closed: load it again with MoE(...)")
@@ -567,6 +565,13 @@ class MoE:
             tokenizer=self.tokenizer,
         )
 
+    def _chat_request(self, messages, chat_template, chat_template_kwargs, max_new_tokens, seed, sampling):
+        tokenizer = require_tokenizer(self.tokenizer, "a chat")
+        ids = encode_chat(tokenizer, messages, chat_template, chat_template_kwargs)
+        # The mask says that all of them count, a padding token that a template writes too.
+        request = self._request(ids, None, np.ones(len(ids), bool), max_new_tokens, sampling | {"seed": seed})
+        return dataclasses.replace(request, batch=dataclasses.replace(request.batch, from_text=True))
+
     def _book(self, stats: RunStats):
         self._last = stats
         self._total.merge(stats)
@@ -577,12 +582,6 @@ def _unknown_setting(name: str) -> ConfigError:
     near = ["slots"] if name in ("expert_slots", "slots_per_layer") else difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}; the rest is set when loading"
     return ConfigError(f"set_cache() has no setting {name!r}; {hint}")
-
-
-def _leaves(tree):
-    import jax
-
-    return jax.tree.leaves(tree)
 
 
 def _release(engine, builder):

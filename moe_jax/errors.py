@@ -26,7 +26,7 @@ class InputError(MoEJaxError, ValueError):
 
 
 class TokenizerError(InputError):
-    """Text was given or asked for, but the checkpoint has no usable tokenizer."""
+    """Text or a chat was given or asked for, but the checkpoint has no usable tokenizer or no chat template."""
 
 
 class CheckpointError(MoEJaxError, ValueError):

@@ -1,14 +1,18 @@
 """One call of `MoE.generate`: the engine's tokens on their way to the caller, cut at stop strings and booked."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from moe_jax.engine.engine import Run
 from moe_jax.engine.programs import NO_TOKEN
+from moe_jax.errors import TransportError
 from moe_jax.generation.request import Request
 from moe_jax.generation.stopping import StopMatcher
+from moe_jax.generation.text import IncrementalDecoder, StreamerFeed, Tokenizer
 
 
 class Session:
@@ -61,6 +65,64 @@ class Session:
             if rows:
                 self._moe._routing.append((self._cache, rows))
         self._moe._book(self._run.stats)
+
+
+def complete(moe, request: Request, trace: bool | None, streamer: Any) -> Any:
+    """Runs a call to its end; returns what `MoE.generate` returns. `streamer`: fed as transformers does, or None.
+
+    Raises InputError for an object that is no streamer, TransportError with what there is so far.
+    """
+    feed = None if streamer is None else StreamerFeed(streamer)
+    if feed:
+        feed.prompt(request.batch.input_ids)
+    session = Session(moe, request, trace)
+    fault = None
+    try:
+        # Closed here, not by the garbage collector: when a streamer raises, the run is booked and its pages free.
+        with contextlib.closing(session.advance()) as chunks:
+            for pieces in chunks:
+                if feed:
+                    feed.tokens(steps(pieces, request.params.fill_token_id))
+    except TransportError as error:
+        fault = error
+    if feed:
+        feed.end()
+    result = request.result(session.new_ids, moe.tokenizer)
+    if fault is not None:
+        raise TransportError(str(fault), result) from fault.__cause__
+    return result
+
+
+def stream_text(session: Session, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields the new text of the session's one sequence in pieces; raises TransportError after what there is so far."""
+    decoder, fault = IncrementalDecoder(tokenizer, skip_special_tokens=True), None
+    try:
+        with contextlib.closing(session.advance()) as chunks:
+            for pieces in chunks:
+                text = decoder.push(pieces[0])
+                if text:
+                    yield text
+    except TransportError as error:
+        fault = error
+    rest = decoder.flush()
+    if rest:
+        yield rest
+    if fault is not None:
+        partial = tokenizer.decode(session.new_ids[0], skip_special_tokens=True)
+        raise TransportError(str(fault), partial) from fault.__cause__
+
+
+def recorded(calls: list[tuple[dict, list[dict]]]) -> tuple[list[dict], dict[str, np.ndarray]]:
+    """(caches of the recorded routing in order, each with its first request; the rows, by name of the array).
+
+    `calls`: of each session that recorded, the cache it ran under and its rows.
+    """
+    caches: list[dict] = []
+    for cache, parts in calls:
+        if not caches or any(caches[-1][name] != value for name, value in cache.items()):
+            caches.append({"from_request": int(parts[0]["request"].min()), **cache})
+    rows = [part for _, parts in calls for part in parts]
+    return caches, {name: np.concatenate([part[name] for part in rows]) for name in rows[0]}
 
 
 def _cut(routing: list[dict], keep: dict[int, int]) -> list[dict]:
