@@ -28,7 +28,7 @@ from moe_jax.engine.loading import (
     read_parts,
 )
 from moe_jax.engine.stats import RunStats
-from moe_jax.errors import CheckpointError, ConfigError, InputError, MoEJaxError
+from moe_jax.errors import CheckpointError, ConfigError, InputError, MoEJaxError, TokenizerError, warn
 from moe_jax.generation.chat import encode_chat
 from moe_jax.generation.request import make_request, prepare_forward
 from moe_jax.generation.sampling import SamplingParams
@@ -93,7 +93,11 @@ class MoE:
         # Rows are read once, into the pool or the slots: the files are closed now.
         self._builder.parts = dataclasses.replace(parts, store=None)
         self.name = os.path.basename(os.path.normpath(directory))
-        self.tokenizer = load_tokenizer(directory)
+        try:
+            self.tokenizer = load_tokenizer(directory)
+        except TokenizerError as error:  # ids need none; what needs one will say so
+            self.tokenizer = None
+            warn(str(error))
         self.load_seconds = time.perf_counter() - started
 
     @classmethod

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +16,11 @@ from moe_jax.errors import InputError, TokenizerError
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no UTF-8, or no complete character yet
 
-# A directory without any of these has no tokenizer; with one of them, failing to load it is an error.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+# A directory without any of these files has no tokenizer; with one of them, failing to load it is an error.
+_SETTINGS = "tokenizer_config.json"
+_SENTENCEPIECE = "*.model"
+_VOCABULARIES = ("tokenizer.json", _SENTENCEPIECE, "vocab.json", "*.tiktoken")
+_REMEDY = "Run on token ids (input_ids) or"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _KEEP = 4  # ids in the decoder's window before it looks for older ones to forget
 
@@ -40,14 +45,25 @@ def load_tokenizer(directory: str | os.PathLike) -> Tokenizer | None:
         TokenizerError: there are tokenizer files, but they cannot be loaded.
     """
     directory = Path(directory)
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        return None
+    vocabularies = sorted(path.name for pattern in _VOCABULARIES for path in directory.glob(pattern))
+    if not vocabularies:
+        if not (directory / _SETTINGS).is_file():
+            return None
+        raise TokenizerError(
+            f"{directory} has {_SETTINGS} but no vocabulary. {_REMEDY} put the release's tokenizer.json beside it"
+        )
+    # transformers would give up on such a file with advice about another package.
+    if all(fnmatch(name, _SENTENCEPIECE) for name in vocabularies) and find_spec("sentencepiece") is None:
+        raise TokenizerError(
+            f"{directory} has a tokenizer only in SentencePiece's format ({', '.join(vocabularies)}), and the package "
+            f"that reads it is not installed. {_REMEDY} put tokenizer.json beside it, or pip install sentencepiece"
+        )
     auto_tokenizer = _import_auto_tokenizer()
     try:
         return auto_tokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # from_pretrained raises a dozen unrelated types for a broken file
         raise TokenizerError(
-            f"the tokenizer in {directory} cannot be loaded: {error}. Run on token ids (input_ids) or repair its files"
+            f"the tokenizer in {directory} cannot be loaded: {error}. {_REMEDY} repair its files"
         ) from error
 
 
@@ -70,7 +86,8 @@ def require_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
     """`tokenizer`, or TokenizerError saying that `what` (such as "a text prompt") needs one."""
     if tokenizer is None:
         raise TokenizerError(
-            f"{what} needs a tokenizer, and the checkpoint has none: use token ids (input_ids) instead"
+            f"{what} needs a tokenizer, and the checkpoint has none that could be loaded: use token ids (input_ids) "
+            "instead"
         )
     return tokenizer
 
