@@ -83,10 +83,16 @@ def loading(moe: MoE, directory: Path, source: str) -> dict:
 
 def decode(moe: MoE, prompt, tokens: int, repeats: int, ceilings, head: float) -> tuple[dict, np.ndarray]:
     """(figures of the median run, the new ids), after a call that compiles and fills the slots."""
-    moe.generate(prompt, tokens + 1, eos_token_id=[])
+
+    def generate():
+        # Every id counts as text, the padding token as well.
+        ids = moe.generate(prompt, tokens + 1, attention_mask=np.ones_like(prompt), eos_token_id=[])
+        return ids[len(prompt) :]
+
+    generate()
     compiled, runs = moe.stats()["last"]["compile_seconds"], []
     for _ in range(repeats):
-        ids = moe.generate(prompt, tokens + 1, eos_token_id=[])[len(prompt) :]
+        ids = generate()
         runs.append(figures(moe, [len(prompt)], [len(ids)], ceilings))
     row = sorted(runs, key=lambda run: run["ms_per_token"])[len(runs) // 2]
     layers, transport = moe.stats()["experts"]["layers"], moe.stats()["transport"]["name"]
