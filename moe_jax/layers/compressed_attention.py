@@ -72,8 +72,8 @@ def window_and_entries(
         start: [B] int32 tokens before the first query: only that many of the earlier keys exist, at their end.
         sinks: [N] score of a further key without a value, in each head.
         entries: [B, S, H], the same for all queries, or a function that fetches them, see `visible`; None: none.
-        visible: [B, T, S] bool, which entries a query sees. Where `entries` is a function, numbers of entries [B, T, k],
-            -1 for none: it takes numbers [B, t, k] to entries [B, t, k, H], finite also where there is none.
+        visible: [B, T, S] bool, which entries a query sees. Where `entries` is a function, [B, T, k] int32, their
+            numbers or -1: it takes numbers [B, t, k] to entries [B, t, k, H], finite also where there is none.
         window: w, a query sees itself and the w - 1 tokens before it.
         scale: factor on the scores.
         max_scores: blocks of queries keep their scores, and the entries made for them, at or under this many numbers.
