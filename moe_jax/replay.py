@@ -1,8 +1,8 @@
 """Replays a routing trace in the live engine: the trace says which experts serve a token, not the router.
 
-Layers, cache, policy, transport and copies work as in `MoE.generate`, so hits, bytes and times are those that the
-traced routing has on this machine, whatever the weights of the model: a trace of one model can be timed with the
-experts of another. `host_offload.simulate` predicts the same hits.
+Layers, cache, policy, transport and copies work as in `MoE.generate` (the router runs, unheeded), so hits, bytes and
+times are those that the traced routing has on this machine, whatever the weights of the model: a trace of one model can
+be timed with the experts of another. `host_offload.simulate` predicts the same hits.
 """
 
 import dataclasses
@@ -53,9 +53,9 @@ def replay(
         The new ids of each request in that order, int32 [decoded rows + 1], chosen greedily.
 
     Raises:
-        InputError: the model has an encoder, whose routing traces do not hold; the trace does not fit, a request is not in it, cannot be a batch with those it shares
-            steps with, or is too long; a prompt has the wrong length or ids. TransportError: as `MoE.generate`;
-            `error.partial` holds the ids of the requests made so far.
+        InputError: the model has an encoder, whose routing traces do not hold; the trace does not fit; a request is not
+            in it, cannot be a batch with those it shares steps with, or is too long; a prompt has the wrong length or
+            ids. TransportError: as `MoE.generate`; `error.partial` holds the ids of the requests made so far.
     """
     _check_fit(moe, trace)
     trace = with_prompts(trace)
@@ -199,7 +199,12 @@ def _stack(trace: Trace, batch: list[_Request], rows: int) -> ForcedRouting:
             out[row, : len(request.rows)] = values[request.rows]
         return out
 
-    return ForcedRouting(lay(trace.experts), lay(trace.weights), None if trace.scores is None else lay(trace.scores))
+    return ForcedRouting(
+        given=lay(np.ones(len(trace.request), bool)),
+        ids=lay(trace.experts),
+        weights=lay(trace.weights),
+        scores=None if trace.scores is None else lay(trace.scores),
+    )
 
 
 def _rows(pieces: list[np.ndarray], B: int) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Routing that is given instead of chosen: each position of each row has its experts before the model runs.
+"""Routing that is given instead of chosen: positions of a batch have their experts before the model runs.
 
 The override sits between the model and the transport's `experts`, so layers, cache, policy, transport and record work
 as they always do; without one the programs are what they were. Shape letters: B rows, S positions, T new tokens.
@@ -12,24 +12,29 @@ import jax
 import jax.numpy as jnp
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["ids", "weights", "scores"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["given", "ids", "weights", "scores"], meta_fields=[])
 @dataclass(frozen=True)
 class ForcedRouting:
     """The routing of a batch by position.
 
-    ids [B, S, L, K] int16: distinct experts of a token by falling weight. weights [B, S, L, K] float16: what their
-    outputs are multiplied with. scores [B, S, L, E] float16 or None: what a policy that reads scores sees; None: the
-    weights of the chosen experts and 0 elsewhere, as in `host_offload.simulate`. A position that a live token has must
-    be below S; the rest is never read.
+    given [B, S] bool: where the routing is given; elsewhere the router chooses. ids [B, S, L, K] int16: distinct
+    experts of a token by falling weight. weights [B, S, L, K] float16: what their outputs are multiplied with. scores
+    [B, S, L, E] float16 or None: what a policy that reads scores sees; None: the weights of the chosen experts and 0
+    elsewhere, as in `host_offload.simulate`. A position that a live token has must be below S.
     """
 
+    given: Any
     ids: Any
     weights: Any
     scores: Any = None
 
 
 def force(experts, forced: ForcedRouting | None, positions: jax.Array):
-    """`experts` (docs/architecture.md, "Model and experts") under the routing of `positions` [B, T]; None: as it is."""
+    """`experts` (docs/architecture.md, "Model and experts") under the routing of `positions` [B, T]; None: as it is.
+
+    The router still runs, and whether its choice is used is a value: a step costs what it costs without, but for the
+    lookup.
+    """
     if forced is None:
         return experts
     rows = jnp.arange(positions.shape[0])[:, None]
@@ -37,11 +42,16 @@ def force(experts, forced: ForcedRouting | None, positions: jax.Array):
     chosen = jax.tree.map(lambda array: array[rows, positions].reshape(-1, *array.shape[2:]), forced)
 
     def call(layer, x, ids, weights, scores, live, token_ids, state):
-        ids, given = chosen.ids[:, layer].astype(jnp.int32), chosen.weights[:, layer]
+        told, told_weights = chosen.ids[:, layer].astype(ids.dtype), chosen.weights[:, layer]
         if chosen.scores is None:
-            scores = jnp.zeros_like(scores).at[jnp.arange(len(ids))[:, None], ids].set(given.astype(scores.dtype))
+            at = jnp.arange(len(ids))[:, None], told
+            told_scores = jnp.zeros_like(scores).at[at].set(told_weights.astype(scores.dtype))
         else:
-            scores = chosen.scores[:, layer].astype(scores.dtype)
-        return experts(layer, x, ids, given.astype(weights.dtype), scores, live, token_ids, state)
+            told_scores = chosen.scores[:, layer].astype(scores.dtype)
+        given = chosen.given[:, None]
+        ids = jnp.where(given, told, ids)
+        weights = jnp.where(given, told_weights.astype(weights.dtype), weights)
+        scores = jnp.where(given, told_scores, scores)
+        return experts(layer, x, ids, weights, scores, live, token_ids, state)
 
     return call
