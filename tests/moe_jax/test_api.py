@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer
+from byte_tokenizer import byte_tokenizer
+from transformers import TextIteratorStreamer, TextStreamer
 
 from host_offload.trace import Trace
 from moe_jax import MoE
@@ -26,15 +25,6 @@ CONFIG = {
     "page_size": 64,
     "decode_chunk": 4,
 }
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Each of the 256 ids is a byte, so most of what a random model writes is no UTF-8."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 @pytest.fixture(scope="module")

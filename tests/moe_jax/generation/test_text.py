@@ -173,6 +173,32 @@ def test_broken_tokenizer_is_an_error(tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_tokenizer_json_alone_is_enough(demo, tmp_path):
+    shutil.copy(demo_model_path() / "tokenizer.json", tmp_path)
+    alone = load_tokenizer(tmp_path)
+    for text in TEXTS:
+        assert alone(text)["input_ids"] == demo(text)["input_ids"]
+    assert alone.chat_template is None
+
+
+@pytest.mark.parametrize("name", ("tokenizer.model", "sentencepiece.bpe.model", "spiece.model"))
+def test_a_sentencepiece_file_without_its_package(name, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("moe_jax.generation.text.find_spec", lambda package: None)
+    shutil.copy(demo_model_path() / "tokenizer_config.json", tmp_path)
+    (tmp_path / name).write_bytes(b"\n\x0e")
+    with pytest.raises(TokenizerError, match=rf"only in SentencePiece's format \({name}\).*pip install sentencepiece$"):
+        load_tokenizer(tmp_path)
+    assert capfd.readouterr().err == ""
+    shutil.copy(demo_model_path() / "tokenizer.json", tmp_path)  # which is then read instead
+    assert load_tokenizer(tmp_path).decode([41]) == "H"
+
+
+def test_settings_without_a_vocabulary(tmp_path):
+    shutil.copy(demo_model_path() / "tokenizer_config.json", tmp_path)
+    with pytest.raises(TokenizerError, match="has tokenizer_config.json but no vocabulary.*tokenizer.json beside it"):
+        load_tokenizer(tmp_path)
+
+
 def test_loading_is_quiet_and_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
