@@ -120,7 +120,7 @@ def bench(directory: Path, transports, shares, tokens, context, repeats, decode_
     """Everything measured of one checkpoint: `load`, and `rows` whose "equal" says whether the tokens are right."""
     settings = OffloadConfig(
         transport=transports[0],
-        cache_rate=max(shares),  # the banks are made once, smaller caches are values
+        cache_rate=max(shares),
         decode_chunk=decode_chunk,
         max_batch=1,
         max_sequence_length=context + tokens + 1,
@@ -141,15 +141,15 @@ def bench(directory: Path, transports, shares, tokens, context, repeats, decode_
         )
         head = head_seconds(moe)
         prompt = np.random.default_rng(0).integers(0, moe.model_config.vocab_size, context).astype(np.int32)
-        rows, ids = [], []
-        for transport, share in [(t, s) for t in transports for s in shares] + [("resident", None)]:
+        rows, reference = [], None
+        # The largest cache first: its banks hold the smaller ones.
+        sized = [(transport, share) for transport in transports for share in sorted(shares, reverse=True)]
+        for transport, share in [("resident", None), *sized]:
             moe.set_cache(transport=transport, **({} if share is None else {"cache_rate": share}))
-            row, found = decode(moe, prompt, tokens, repeats, ceilings, head)
-            rows.append(row | {"share": share})
-            ids.append(found)
+            row, ids = decode(moe, prompt, tokens, repeats, ceilings, head)
+            reference = ids if reference is None else reference
+            rows.append(row | {"share": share, "equal": "yes" if np.array_equal(ids, reference) else "NO"})
             console.print("  ".join(shown(rows[-1])), highlight=False)
-        for row, found in zip(rows, ids, strict=True):
-            row["equal"] = "yes" if np.array_equal(found, ids[-1]) else "NO"
         return {"load": load, "head_us": head * 1e6, "rows": rows}
 
 
@@ -161,7 +161,7 @@ def main(
         bool, Option(help="with --make: its tiny configuration, to see on any machine that it runs")
     ] = False,
     shares: Annotated[str, Option(help="slot shares")] = "0.5",
-    transports: Annotated[str, Option(help="of device, callback; resident always comes last")] = "device",
+    transports: Annotated[str, Option(help="of device, callback; resident always comes first")] = "device",
     tokens: Annotated[int, Option(min=1, help="decode tokens timed")] = 64,
     context: Annotated[int, Option(min=1, help="prompt tokens")] = 64,
     repeats: Annotated[int, Option(min=1, help="timed runs of each setting; the median is reported")] = 3,

@@ -24,15 +24,15 @@ def run(directory, **arguments) -> int:
 @pytest.mark.slow
 def test_a_packed_checkpoint_end_to_end(tmp_path):
     out = tmp_path / "figures.json"
-    assert run(tmp_path / "model", make="gpt-oss-20b", shares="1.0,0.25", out=out) == 0
+    assert run(tmp_path / "model", make="gpt-oss-20b", shares="0.25,1.0", out=out) == 0
     assert not (tmp_path / "model").exists()
     found = json.loads(out.read_text())
     assert [(row["transport"], row["share"]) for row in found["rows"]] == [
+        ("resident", None),
         ("device", 1.0),
         ("device", 0.25),
-        ("resident", None),
     ]
-    every, quarter, resident = found["rows"]
+    resident, every, quarter = found["rows"]
     assert all(row["equal"] == "yes" and row["us_per_layer"] > 0 for row in found["rows"])
     assert every["hit_rate"] == 1.0 and every["megabytes_per_token"] == 0 and resident["hit_rate"] is None
     moved = found["load"]["experts"]["bytes_each"] * quarter["misses_per_step"] / 1e6
