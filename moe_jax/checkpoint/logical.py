@@ -208,6 +208,10 @@ class _Files:
 
 def _plain(files: _Files, quantization: Quantization | None) -> _Found:
     """Without quantisation, and for gpt-oss, whose weight table knows the tensors of MXFP4 by name."""
+    name = files.roles[_PLAIN]
+    mxfp4 = quantization is not None and name.endswith("_scales")
+    if mxfp4 and (fault := scale_fault(files.checkpoint.view(name))):
+        raise _Fault(f"scales with values that are {fault}", name)
     return files.plain()
 
 

@@ -165,6 +165,13 @@ def test_configs(change, messages, refused):
     assert all(part in message for part in messages), message
 
 
+def test_exponents_of_mxfp4_that_are_no_numbers(refused, tensors_of):
+    name = "model.layers.2.mlp.experts.down_proj_scales"
+    scales = tensors_of("gpt_oss_mxfp4")[name].copy()
+    scales[3, 5, 1] = 255
+    assert f"scales with values that are NaN: {name}" in refused("gpt_oss_mxfp4", {name: scales})
+
+
 def test_packed_tensors_without_a_quantised_config(refused):
     message = refused("qwen3_moe_fp8", quantization_config=None)
     assert "packed weights (float8_e4m3fn) that config.json's quantization_config does not describe" in message
