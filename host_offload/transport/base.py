@@ -10,7 +10,7 @@ import numpy as np
 from host_offload.plan import check_invariants
 from host_offload.policy import fresh_state
 from host_offload.slots import round_group, spare_rows
-from pallas_kernels.expert_ffn import SILU, without_kernel
+from pallas_kernels.expert_ffn import SILU
 
 
 class StateLost(RuntimeError):
@@ -52,11 +52,8 @@ class Transport(abc.ABC):
             raise ValueError(
                 f"rows of {', '.join(spec.tensors)}: these experts need {', '.join(wanted)}, in this order"
             )
-        self.experts = experts
-        self.without_kernel = {phase: without_kernel(experts, phase) for phase in ("decode", "round")}
-        self.ffn_implementation = {
-            phase: "xla" if why else implementation for phase, why in self.without_kernel.items()
-        }
+        self.experts, self.without_kernel = experts, experts.without_kernel()
+        self.ffn_implementation = "xla" if self.without_kernel else implementation
         self.group = round_group(spec)
         self.spare = spare_rows(spec, max_pairs, self.group)
         self.budget, self.forced_admit = budget, forced_admit
@@ -91,12 +88,9 @@ class Transport(abc.ABC):
     @property
     def kernel(self) -> str:
         """Names the code path of the expert FFN for stats, and why it is not the kernels where those would run."""
-        names = {"pallas": "pallas-triton", "interpret": "pallas-interpret", "xla": "xla"}
-        decode, prefill = (names[how] for how in self.ffn_implementation.values())
-        whys = {phase: why for phase, why in self.without_kernel.items() if why and self.implementation != "xla"}
-        if decode != prefill:
-            return f"{self.name}/{decode} (prefill: {prefill}, {whys['round']})"
-        return f"{self.name}/{decode} ({whys['decode']})" if whys else f"{self.name}/{decode}"
+        how = {"pallas": "pallas-triton", "interpret": "pallas-interpret", "xla": "xla"}[self.ffn_implementation]
+        why = f" ({self.without_kernel})" if self.ffn_implementation != self.implementation else ""
+        return f"{self.name}/{how}{why}"
 
     @abc.abstractmethod
     def create_state(self):

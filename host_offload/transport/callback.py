@@ -139,7 +139,7 @@ class CallbackTransport(Transport):
                 distinct=distinct,
                 between=await_down,
                 spec=self.experts,
-                implementation=self.ffn_implementation["decode"],
+                implementation=self.ffn_implementation,
             )
             out = combine_decode(y, entry.reshape(ids.shape), weights, live)
         return out, replace(waits[0], banks=banks)

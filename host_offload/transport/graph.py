@@ -204,7 +204,7 @@ class GraphTransport(Transport):
                 pool,
                 distinct=distinct,
                 spec=self.experts,
-                implementation=self.ffn_implementation["decode"],
+                implementation=self.ffn_implementation,
             )
             out = combine_decode(y, entry.reshape(ids.shape), weights, live)
         return out, replace(state, banks=banks)

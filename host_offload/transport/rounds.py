@@ -39,7 +39,7 @@ def serve_rounds(transport, layer, x, ids, weights, live, order, state, moves, c
             state.banks,
             block_rows=block_rows,
             spec=transport.experts,
-            implementation=transport.ffn_implementation["round"],
+            implementation=transport.ffn_implementation,
         )
         return y, state
 

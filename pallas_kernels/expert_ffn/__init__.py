@@ -10,10 +10,9 @@ says what an expert computes and how its row is stored. `implementation` is
 * "xla": plain jax.numpy, any platform, every `ExpertSpec`.
 """
 
-from pallas_kernels.expert_ffn import decode, grouped, packed, ref
+from pallas_kernels.expert_ffn import decode, grouped, ref
 from pallas_kernels.expert_ffn.layout import group_pairs
 from pallas_kernels.expert_ffn.spec import SILU, ExpertSpec
-from pallas_kernels.formats import Dense
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -22,7 +21,6 @@ __all__ = [
     "expert_ffn_decode",
     "expert_ffn_round",
     "group_pairs",
-    "without_kernel",
 ]
 
 IMPLEMENTATIONS = ("pallas", "interpret", "xla")
@@ -48,7 +46,7 @@ def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, im
         distinct=distinct,
         between=between,
         spec=spec,
-        interpret=_interpret(implementation, spec, "decode"),
+        interpret=_interpret(implementation, spec),
     )
 
 
@@ -57,24 +55,13 @@ def expert_ffn_round(x, y, layout, span, banks, *, block_rows, implementation, s
     if implementation == "xla":
         return ref.expert_ffn_round(x, y, layout, span, banks, block_rows=block_rows, spec=spec)
     return grouped.expert_ffn_round(
-        x, y, layout, span, banks, block_rows=block_rows, spec=spec, interpret=_interpret(implementation, spec, "round")
+        x, y, layout, span, banks, block_rows=block_rows, spec=spec, interpret=_interpret(implementation, spec)
     )
 
 
-def without_kernel(spec: ExpertSpec, operation: str) -> str | None:
-    """Why the kernels of an operation, "decode" or "round", do not serve these experts, one clause; None if they do."""
-    for form in (spec.gate_up, spec.down):
-        if isinstance(form, Dense):
-            continue
-        reason = packed.without_kernel(form) if operation == "decode" else f"no prefill kernel reads {form.name} rows"
-        if reason:
-            return reason
-    return None
-
-
-def _interpret(implementation: str, spec: ExpertSpec, operation: str) -> bool:
+def _interpret(implementation: str, spec: ExpertSpec) -> bool:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation = {implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
-    if reason := without_kernel(spec, operation):
+    if reason := spec.without_kernel():
         raise ValueError(f"implementation = {implementation!r}: {reason}; use implementation='xla'")
     return implementation == "interpret"

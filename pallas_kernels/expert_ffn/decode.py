@@ -105,15 +105,23 @@ def _from_row(row_ref, src_ref, deposit_ref, u, banks, pools, bank_outs, use):
 
 
 def _outputs(form, x_ref, x_row, tensors, row, outs, n_in, targets, *, n_out, block_in, batch, **deposit):
-    """x w^T + b of the columns `outs`, as `_project`; `targets` are the banks to deposit in, or None."""
+    """x w^T + b of the columns `outs`, as `_project`; `targets` are the banks to deposit in, or None.
+
+    block_in: `units` of a tile of packed weights, whose operand x_ref is `packed.to_lanes`.
+    """
     n = len(form.suffixes)
     targets, bias_target = (None, [None]) if targets is None else (targets[:n], targets[n:])
     weights, bias = tensors[:n], tensors[n:]
-    args = (x_ref, x_row, weights, row, outs, n_in)
+    args = (weights, row, outs, n_in)
     if isinstance(form, Dense):
-        values = _project(*args, block_in=block_in, batch=batch, targets=targets, **deposit)
+        values = _project(x_ref, x_row, *args, block_in=block_in, batch=batch, targets=targets, **deposit)
     else:
-        values = packed.project(form, *args, n_out=n_out, units=block_in, batch=batch, targets=targets, **deposit)
+
+        def x_at(lane, start, size):
+            tokens = () if batch == 1 else (pl.ds(0, batch),)
+            return x_ref.at[(*(() if x_row is None else (x_row,)), *tokens, lane, pl.ds(start, size))]
+
+        values = packed.project(form, x_at, *args, n_out=n_out, units=block_in, batch=batch, targets=targets, **deposit)
     return _add_bias(values, bias[0], row, outs, deposit_ref=bias_target[0], **deposit) if bias else values
 
 
@@ -156,10 +164,10 @@ def _least_tile(batch: int) -> int:
     return 1 if batch == 1 else 16
 
 
-def decode_tiles(width: int, model: int, batch: int, spec=SILU) -> dict:
+def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SILU) -> dict:
     """Tile sizes and warps of the two kernels: divisors of the real widths, so that no dense tile needs a mask.
 
-    Tiles of packed weights have `units` instead of `block_in`, see `packed.py`.
+    `itemsize`: bytes of the compute dtype. Tiles of packed weights have `units` instead of `block_in`, see `packed.py`.
     """
     least = _least_tile(batch)
     # Measured on an H200 at F = 768: tall tiles of the short rows of `down` save 1.4 of 32.4 us (docs/measurements.md).
@@ -169,7 +177,7 @@ def decode_tiles(width: int, model: int, batch: int, spec=SILU) -> dict:
         if not isinstance(form, Dense):
             return dict(
                 block_out=max(least, divisor_block(n_out, 8)),
-                units=packed.default_units(form, batch),
+                units=packed.default_units(form, batch, itemsize),
                 num_warps=4,
                 num_stages=2,
             )
@@ -272,7 +280,7 @@ def expert_ffn_decode(
     """
     batch, model = x.shape
     width = spec.outs("gate_up", banks["gate_up"].shape[1])[0]
-    default = decode_tiles(width, model, batch, spec)
+    default = decode_tiles(width, model, batch, x.dtype.itemsize, spec)
     static = resolve_tiles(default, tiles, width=width, model=model, least=_least_tile(batch))
     # With a hook the kernels are traced in place: what it does belongs to the caller's program.
     run = _run if between is not None else _run_cached

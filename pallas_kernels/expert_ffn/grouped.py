@@ -6,8 +6,9 @@ device only: the next round's experts can move while it runs.
 
 Limits on a GPU: tensor cores take tiles of 16 and more, so D and F are multiples of 16. A stage of the software
 pipeline holds (BM + 2 block_out) * block_in elements in shared memory, and there are up to `num_stages` of them: at BM
-128 and the default tiles 3 of 48 KiB for bf16, 2 of 32 KiB for fp32. Tiles that do not fit are refused when the kernel
-is compiled, which a lowering without a GPU does not reach.
+128 and the default tiles 3 of 48 KiB for bf16, 2 of 32 KiB for fp32; tiles of packed rows take up to 150 KiB (MXFP4,
+compiled for sm_90). Tiles that do not fit are refused when the kernel is compiled, which a lowering without a GPU does
+not reach.
 """
 
 import functools
@@ -16,8 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import call, cdiv, divisor_block, load, pl, pltriton, store
+from pallas_kernels.expert_ffn import packed
 from pallas_kernels.expert_ffn.spec import SILU
 from pallas_kernels.expert_ffn.tiles import resolve_tiles
+from pallas_kernels.formats import Dense
 
 
 def _each_tile(span_ref, tiles, body, programs):
@@ -34,9 +37,9 @@ def _each_tile(span_ref, tiles, body, programs):
     jax.lax.fori_loop(0, count, step, jnp.int32(0))
 
 
-def _columns(i, size):
-    """[1, size] column numbers of the i-th block: a row gather takes index arrays in both dimensions."""
-    return (i * size + jnp.arange(size, dtype=jnp.int32))[None, :]
+def _columns(start, size):
+    """[1, size] column numbers from `start` on: a row gather takes index arrays in both dimensions."""
+    return (start + jnp.arange(size, dtype=jnp.int32))[None, :]
 
 
 def _bias(bias_ref, row, start, size):
@@ -44,95 +47,130 @@ def _bias(bias_ref, row, start, size):
     return load(bias_ref.at[row, pl.ds(start, size)]).astype(jnp.float32)[None, :]
 
 
-def _gate_up_kernel(
-    x_ref, token_ref, block_row_ref, span_ref, bank_ref, *refs,
-    width, n_in, block_rows, block_out, block_in, programs, spec,
-):  # fmt: skip
-    *bias_ref, h_ref = refs
+def _products(form, x_at, tensors, row, starts, n_in, *, n_out, block_rows, block_out, block_in):
+    """x w^T + b, [block_rows, block_out] fp32, for the outputs from each of `starts` on, one in each stacked matrix.
 
-    def tile(block, n):
-        row = block_row_ref[block]
-        rows = pl.ds(block * block_rows, block_rows)
-        tokens = load(token_ref.at[rows])
-        first = n * block_out
-        starts = (first, width + first) if spec.gated else (first,)
+    x_at(start, size, lane=None): the place of columns of the operand's rows; of packed weights, whose tiles have
+    `block_in` units, columns count the words of a lane.
+    """
+    n = len(form.suffixes)
+    weights, bias = tensors[:n], tensors[n:]
+    if isinstance(form, Dense):
 
         def step(i, accs):
-            cols = pl.ds(i * block_in, block_in)
-            x = load(x_ref.at[tokens[:, None], _columns(i, block_in)])
+            x = load(x_at(i * block_in, block_in))
             new = []
             for start, acc in zip(starts, accs, strict=True):
-                w = load(bank_ref.at[row, pl.ds(start, block_out), cols]).astype(x.dtype)
+                w = load(weights[0].at[row, pl.ds(start, block_out), pl.ds(i * block_in, block_in)]).astype(x.dtype)
                 new.append(acc + pltriton.dot(x, w, trans_b=True, allow_tf32=False))
             return new
 
-        products = jax.lax.fori_loop(
-            0, n_in // block_in, step, [jnp.zeros((block_rows, block_out), jnp.float32) for _ in starts]
+        zeros = [jnp.zeros((block_rows, block_out), jnp.float32) for _ in starts]
+        products = jax.lax.fori_loop(0, n_in // block_in, step, zeros)
+    else:
+        products = packed.project(
+            form,
+            lambda lane, start, size: x_at(start, size, lane),
+            weights,
+            row,
+            [(start, block_out) for start in starts],
+            n_in,
+            n_out=n_out,
+            units=block_in,
+            batch=block_rows,
         )
-        if bias_ref:
-            products = [
-                z + _bias(bias_ref[0], row, start, block_out) for z, start in zip(products, starts, strict=True)
-            ]
-        h = spec.activate(*products).astype(h_ref.dtype)
-        store(h_ref.at[rows, pl.ds(n * block_out, block_out)], h)
-
-    _each_tile(span_ref, width // block_out, tile, programs)
+    if bias:
+        products = [z + _bias(bias[0], row, start, block_out) for z, start in zip(products, starts, strict=True)]
+    return products
 
 
-def _down_kernel(
-    h_ref, pair_ref, block_row_ref, span_ref, y_in, bank_ref, *refs,
-    n_in, n_out, block_rows, block_out, block_in, programs,
+def _gate_up_kernel(
+    x_ref, token_ref, block_row_ref, span_ref, *refs,
+    n_in, n_out, block_rows, block_out, block_in, programs, spec,
 ):  # fmt: skip
-    *bias_ref, y_ref = refs
-    del y_in  # aliased with y_ref: each round writes its own pairs
+    *tensors, h_ref = refs
 
     def tile(block, n):
-        row = block_row_ref[block]
         rows = pl.ds(block * block_rows, block_rows)
-        out = pl.ds(n * block_out, block_out)
+        tokens = load(token_ref.at[rows])[:, None]
+        first = n * block_out
+        starts = (first, n_out + first) if spec.gated else (first,)
 
-        def step(i, acc):
-            cols = pl.ds(i * block_in, block_in)
-            h = load(h_ref.at[rows, cols])
-            return acc + pltriton.dot(
-                h, load(bank_ref.at[row, out, cols]).astype(h.dtype), trans_b=True, allow_tf32=False
-            )
+        def x_at(start, size, lane=None):
+            return x_ref.at[(tokens, *(() if lane is None else (lane,)), _columns(start, size))]
 
-        y = jax.lax.fori_loop(0, n_in // block_in, step, jnp.zeros((block_rows, block_out), jnp.float32))
-        if bias_ref:
-            y += _bias(bias_ref[0], row, n * block_out, block_out)
-        pair = load(pair_ref.at[rows])
-        live = jnp.broadcast_to((pair >= 0)[:, None], y.shape)
-        # Padding points past the end: the interpreter writes what masked lanes read back, and drops it there only.
-        pair = jnp.where(pair >= 0, pair, y_ref.shape[0])
-        store(y_ref.at[pair[:, None], _columns(n, block_out)], y.astype(y_ref.dtype), mask=live)
+        products = _products(
+            spec.gate_up, x_at, tensors, block_row_ref[block], starts, n_in,
+            n_out=n_out, block_rows=block_rows, block_out=block_out, block_in=block_in,
+        )  # fmt: skip
+        store(h_ref.at[rows, pl.ds(first, block_out)], spec.activate(*products).astype(h_ref.dtype))
 
     _each_tile(span_ref, n_out // block_out, tile, programs)
 
 
-def grouped_tiles(width: int, model: int, itemsize: int = 2) -> dict:
+def _down_kernel(
+    h_ref, pair_ref, block_row_ref, span_ref, y_in, *refs,
+    n_in, n_out, block_rows, block_out, block_in, programs, spec,
+):  # fmt: skip
+    *tensors, y_ref = refs
+    del y_in  # aliased with y_ref: each round writes its own pairs
+
+    def tile(block, n):
+        rows = pl.ds(block * block_rows, block_rows)
+
+        def h_at(start, size, lane=None):
+            return h_ref.at[(rows, *(() if lane is None else (lane,)), pl.ds(start, size))]
+
+        (y,) = _products(
+            spec.down, h_at, tensors, block_row_ref[block], (n * block_out,), n_in,
+            n_out=n_out, block_rows=block_rows, block_out=block_out, block_in=block_in,
+        )  # fmt: skip
+        pair = load(pair_ref.at[rows])
+        live = jnp.broadcast_to((pair >= 0)[:, None], y.shape)
+        # Padding points past the end: the interpreter writes what masked lanes read back, and drops it there only.
+        pair = jnp.where(pair >= 0, pair, y_ref.shape[0])
+        store(y_ref.at[pair[:, None], _columns(n * block_out, block_out)], y.astype(y_ref.dtype), mask=live)
+
+    _each_tile(span_ref, n_out // block_out, tile, programs)
+
+
+def grouped_tiles(width: int, model: int, itemsize: int = 2, spec=SILU) -> dict:
     """Tile sizes and warps of the two kernels: power-of-two divisors of the real widths.
 
     `itemsize`: bytes of the compute dtype; float32 takes smaller tiles, as all stages of a tile must fit shared memory.
+    Tiles of packed weights have `units` instead of `block_in`, see `packed.py`.
     """
     out, step, stages = (128, 64, 3) if itemsize <= 2 else (64, 32, 2)
 
-    def tiles(n_out, n_in):
+    def tiles(form, n_out, n_in):
+        if not isinstance(form, Dense):
+            block_out = divisor_block(n_out, packed.most_rows(form, out // 2))
+            units = packed.default_units(form, 16, itemsize)
+            return dict(block_out=block_out, units=units, num_warps=8, num_stages=min(stages, 2))
         block = dict(block_out=divisor_block(n_out, out), block_in=divisor_block(n_in, step))
         return dict(**block, num_warps=8, num_stages=stages)
 
-    return {"gate_up": tiles(width, model), "down": tiles(model, width)}
+    return {"gate_up": tiles(spec.gate_up, width, model), "down": tiles(spec.down, model, width)}
 
 
 @functools.partial(jax.jit, static_argnames=("block_rows", "programs", "tiles", "interpret", "spec"))
 def _run(x, y, layout, span, banks, *, block_rows, programs, tiles, interpret, spec):
     tiles = {name: dict(t) for name, t in tiles}
-    model, width = x.shape[1], banks["down"].shape[2]
+    model, width = x.shape[1], spec.outs("gate_up", banks["gate_up"].shape[1])[0]
 
-    def launch(kernel, name, operands, out, aliases, **static):
-        t = tiles[name]
+    def launch(kernel, name, operands, out, aliases, n_in, n_out):
+        t, form = tiles[name], getattr(spec, name)
+        if not isinstance(form, Dense):
+            operands = (packed.to_lanes(operands[0], form), *operands[1:])
         body = functools.partial(
-            kernel, block_rows=block_rows, block_out=t["block_out"], block_in=t["block_in"], programs=programs, **static
+            kernel,
+            n_in=n_in,
+            n_out=n_out,
+            block_rows=block_rows,
+            block_out=t["block_out"],
+            block_in=t["block_in" if isinstance(form, Dense) else "units"],
+            programs=programs,
+            spec=spec,
         )
         return call(
             body,
@@ -151,9 +189,8 @@ def _run(x, y, layout, span, banks, *, block_rows, programs, tiles, interpret, s
         (x, layout["token"], layout["block_row"], span),
         jax.ShapeDtypeStruct((layout["token"].shape[0], width), x.dtype),
         {},
-        width=width,
         n_in=model,
-        spec=spec,
+        n_out=width,
     )
     return launch(
         _down_kernel,
@@ -175,9 +212,9 @@ def expert_ffn_round(x, y, layout, span, banks, *, block_rows, spec=SILU, progra
         row of each block's expert.
       span: [2] i32 as above.
       banks: {"gate_up": [R, 2F, D], "down": [R, D, F]}, with biases also {"gate_up_bias": [R, 2F], "down_bias": [R,
-        D]}, F instead of 2F without a gate.
+        D]}, F instead of 2F without a gate; packed weights as their `Format` says.
       block_rows: BM, a power of two >= 16.
-      spec: `ExpertSpec` with dense weights.
+      spec: `ExpertSpec` of which `without_kernel` says nothing.
       programs: programs launched, about the number of multiprocessors.
       tiles: overrides of `grouped_tiles` (for the benchmarks).
 
@@ -189,8 +226,9 @@ def expert_ffn_round(x, y, layout, span, banks, *, block_rows, spec=SILU, progra
     """
     if block_rows < 16 or block_rows & (block_rows - 1):
         raise ValueError(f"block_rows = {block_rows}: must be a power of two >= 16")
-    width, model = banks["down"].shape[2], x.shape[1]
-    static = resolve_tiles(grouped_tiles(width, model, x.dtype.itemsize), tiles, width=width, model=model, least=16)
+    width, model = spec.outs("gate_up", banks["gate_up"].shape[1])[0], x.shape[1]
+    default = grouped_tiles(width, model, x.dtype.itemsize, spec)
+    static = resolve_tiles(default, tiles, width=width, model=model, least=16)
     return _run(
         x,
         y,

@@ -1,4 +1,4 @@
-"""Products with packed weights inside the decode kernels: rows are read as they are stored and decoded in registers.
+"""Products with packed weights inside the kernels: rows are read as they are stored and decoded in registers.
 
 A tile is some output rows by some whole *units* of each: a unit is the W words that one entry of the row's scales
 serves (a word of four e8m0 bytes, the float of a block or group). So every word and scale is loaded once, deposited
@@ -20,6 +20,8 @@ from pallas_kernels.formats import FP8, INT4, MXFP4, Format, fp8, int4, mxfp4
 
 # Side of the tensor cores' smallest tile, and so the fewest rows that one FP8 scale must serve.
 _LEAST = 16
+# Words of a tile's row for tensor cores: the decoded values of a lane already take most registers (compiled for sm_90).
+_MOST_WORDS = 32
 
 
 # How the tiles of a format are read: `lanes` values a word, `words` a unit, `scale` the constant that `decode` leaves
@@ -82,9 +84,12 @@ def without_kernel(form: Format) -> str | None:
     """Why `project` does not serve a packed format, one clause; None if it does."""
     if isinstance(form, INT4) and form.order:
         return "no kernel undoes the column order of int4 rows"
-    side = form.block if isinstance(form, FP8) else form.group if isinstance(form, INT4) else _LEAST
-    if side < _LEAST or side & (side - 1):
-        return f"kernels read {form.name} rows whose scales serve a power of two >= {_LEAST} of columns, not {side}"
+    if isinstance(form, MXFP4):
+        return None
+    side = form.block if isinstance(form, FP8) else form.group
+    most = _MOST_WORDS * lanes(form)
+    if not _LEAST <= side <= most or side & (side - 1):
+        return f"kernels read {form.name} rows with a scale for 16, 32, .. or {most} columns, not {side}"
     return None
 
 
@@ -93,12 +98,17 @@ def lanes(form: Format) -> int:
     return _TILES[type(form)].lanes
 
 
-def default_units(form: Format, batch: int) -> int:
-    """Units of a tile for `batch` tokens, a power of two up to 8."""
-    # One token: about 128 words of a row, of which memory delivers 512 bytes together. More: a lane is multiplied on
-    # tensor cores, where the decoded values of 32 words a row already take most registers (compiled for sm_90).
-    tiles = _TILES[type(form)](form, 1)
-    return max(1, min(8, (128 if batch == 1 else 32) // tiles.words))
+def default_units(form: Format, batch: int, itemsize: int) -> int:
+    """Units of a tile for `batch` rows of a compute dtype of `itemsize` bytes, a power of two up to 8."""
+    if batch > 1 and itemsize > 2:
+        return 1  # products of float32 are no tensor core's: all operands lie in registers
+    # One token: 512 bytes of a row, which memory delivers together.
+    return min(8, (128 if batch == 1 else _MOST_WORDS) // _TILES[type(form)](form, 1).words)
+
+
+def most_rows(form: Format, most: int) -> int:
+    """Output rows of a tile, at most `most`: those of FP8 lie within one block."""
+    return min(most, form.block) if isinstance(form, FP8) else most
 
 
 def to_lanes(x: jax.Array, form: Format) -> jax.Array:
@@ -120,25 +130,31 @@ def _block_row(form, matrix, start, n_out):
 
 
 def project(
-    form, x_ref, x_row, parts, row, outs, n_in, *, n_out, units, batch, targets=None, deposit_row=None, deposit=None
+    form, x_at, parts, row, outs, n_in, *, n_out, units, batch, targets=None, deposit_row=None, deposit=None
 ):  # fmt: skip
     """x @ w[row, start:start+size].T for each (start, size) of `outs`, one in each of the stacked matrices.
 
     Args:
       form: packed `Format` without `without_kernel`.
-      x_ref: `to_lanes` of the operand, indexed by `x_row` first if that is not None.
+      x_at: x_at(lane, start, size), the place in a ref of that many words of the operand's lane, [size] if batch is 1,
+        else [batch, size]; the operand is brought into this form by `to_lanes`.
       parts: refs [rows, *shape] of the weights' parts, in the order of `form.suffixes`.
       outs: with sizes and starts that divide the block of FP8.
       n_in, n_out: width and output size of each of the stacked matrices; n_in a multiple of `lanes`.
       units: of a tile, a power of two up to 8.
-      batch: tokens, padded; 1 for a single one.
+      batch: rows of the operand, padded to 16 at least; 1 for a single token.
       targets: refs like `parts` whose row `deposit_row` takes the tiles where `deposit` holds, or None.
 
     Returns:
       A list of [size] (batch == 1) or [batch, size] fp32 arrays.
+
+    Raises:
+      ValueError: a tile would lie in two blocks of FP8.
     """
+    if isinstance(form, FP8) and form.block % outs[0][1]:
+        raise ValueError(f"block_out = {outs[0][1]}: must divide the block of fp8 rows, {form.block}")
     tiles = _TILES[type(form)](form, units)
-    n_lanes, shape = tiles.lanes, (units, tiles.words)
+    shape = (units, tiles.words)
     tile_words, words = units * tiles.words, n_in // tiles.lanes
     ragged = words % tile_words != 0
 
@@ -146,14 +162,12 @@ def project(
         """[size] of the i-th block of that size: which lie before n; None if all do."""
         return i * size + jnp.arange(size, dtype=jnp.int32) < n if ragged else None
 
-    def read(ref, index, mask, shape):
-        if mask is None:
-            return load(ref.at[index])
-        return load(ref.at[index], mask=jnp.broadcast_to(mask, shape), other=0)
+    def read(place, mask, shape):
+        return load(place) if mask is None else load(place, mask=jnp.broadcast_to(mask, shape), other=0)
 
     def take(part, index, mask, shape):
         """Tile `index` of a part of the row, also deposited."""
-        tile = read(parts[part], (row, *index), mask, shape)
+        tile = read(parts[part].at[(row, *index)], mask, shape)
         if targets is not None:
             keep = deposit if mask is None else mask & deposit
             store(targets[part].at[(deposit_row, *index)], tile, mask=jnp.broadcast_to(keep, tile.shape))
@@ -162,9 +176,9 @@ def project(
     def step(i, accs):
         cols, first = pl.ds(i * tile_words, tile_words), i * units
         in_row, in_units = inside(i, tile_words, words), inside(i, units, cdiv(words, tiles.words))
-        lead = () if x_row is None else (x_row,)
-        lead, x_shape = (lead, (tile_words,)) if batch == 1 else ((*lead, pl.ds(0, batch)), (batch, tile_words))
-        x = [read(x_ref, (*lead, lane, cols), in_row, x_shape) for lane in np.arange(n_lanes, dtype=np.int32)]
+        x_shape = (tile_words,) if batch == 1 else (batch, tile_words)
+        each_lane = np.arange(tiles.lanes, dtype=np.int32)
+        x = [read(x_at(lane, i * tile_words, tile_words), in_row, x_shape) for lane in each_lane]
         new = []
         for matrix, ((start, size), acc) in enumerate(zip(outs, accs, strict=True)):
             rows, block_row = pl.ds(start, size), _block_row(form, matrix, start, n_out)

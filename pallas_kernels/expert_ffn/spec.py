@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.expert_ffn import packed
 from pallas_kernels.formats import Dense, Format
 
 # The numbers that each activation needs.
@@ -102,6 +103,13 @@ class ExpertSpec:
         if self.activation == "clamped_swiglu":
             return (up + 1) * (gate * jax.nn.sigmoid(gate * self.alpha))
         return gate * jax.nn.sigmoid(gate) * up
+
+    def without_kernel(self) -> str | None:
+        """Why the kernels do not serve these experts, one clause; None if they do."""
+        for form in (self.gate_up, self.down):
+            if not isinstance(form, Dense) and (reason := packed.without_kernel(form)):
+                return reason
+        return None
 
 
 def _at_most(x, limit):

@@ -18,7 +18,6 @@ from pallas_kernels.expert_ffn import (
     expert_ffn_decode,
     expert_ffn_round,
     group_pairs,
-    without_kernel,
 )
 from pallas_kernels.formats import FP8, INT4, MXFP4, Dense
 
@@ -108,7 +107,7 @@ def in_host_memory(rows):
     return {name: jax.device_put(w, sharding) for name, w in rows.items()}
 
 
-# Read by the decode kernels as they are stored: rows that fill no tile, tiles that fill no block, mixed formats.
+# Read by the kernels as they are stored: rows that fill no tile, tiles that fill no block, mixed formats.
 PACKED_KERNELS = (
     Case("interpret", PACKED),
     Case("interpret", PACKED, "bfloat16"),
@@ -155,9 +154,10 @@ def test_decode(case, B):
             assert not np.asarray(after[name][4]).any(), f"{name}: a bypassed row was written"
 
 
-@pytest.mark.parametrize("B", [1, 2])
 @pytest.mark.parametrize(
-    ("form", "units"), [(MXFP4(), 1), (FP8(16), 4), (INT4(32), 2), (INT4(16, zeros=True), 4)], ids=lambda v: str(v)
+    ("form", "units", "B"),
+    [(MXFP4(), 1, 1), (MXFP4(), 1, 2), (FP8(16), 4, 1), (INT4(32), 2, 1), (INT4(16, zeros=True), 4, 2)],
+    ids=str,
 )
 def test_rows_of_several_tiles(form, units, B):
     """More than one tile a row and the last one partly filled; what lies beyond it is junk. Fetched, then resident."""
@@ -181,7 +181,7 @@ def test_rows_of_several_tiles(form, units, B):
     assert np.asarray(again).tobytes() == np.asarray(y).tobytes()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + PACKED_KERNELS, ids=str)
 def test_round(case):
     rng = np.random.default_rng(7)
     dtype = jnp.dtype(case.dtype)
@@ -264,20 +264,23 @@ def test_tensors_of_a_row():
         mixed.row_tensors(100, 256)
 
 
-def test_kernels_say_what_they_do_not_serve():
-    """The decode kernels read packed rows, those of prefill do not; a refusal gives the reason."""
-    assert all(without_kernel(spec, phase) is None for spec in (SILU, RELU) for phase in ("decode", "round"))
-    assert without_kernel(PACKED, "decode") is None
-    assert without_kernel(PACKED, "round") == "no prefill kernel reads mxfp4 rows"
-    ordered, odd = replace(V4, down=INT4(32, order=True)), replace(V4, gate_up=FP8(24))
-    assert without_kernel(ordered, "decode") == "no kernel undoes the column order of int4 rows"
-    reason = "kernels read fp8 rows whose scales serve a power of two >= 16 of columns, not 24"
-    assert without_kernel(odd, "decode") == reason
+def test_kernels_refuse_what_they_do_not_serve():
+    assert all(spec.without_kernel() is None for spec in (SILU, RELU, PACKED, replace(V4, down=FP8())))
+    reason = "no kernel undoes the column order of int4 rows"
+    ordered = replace(V4, down=INT4(32, order=True))
+    assert ordered.without_kernel() == reason
     for implementation in ("pallas", "interpret"):
-        with pytest.raises(ValueError, match="no prefill kernel reads mxfp4 rows; use implementation='xla'"):
-            expert_ffn_round(None, None, None, None, None, block_rows=16, spec=PACKED, implementation=implementation)
         with pytest.raises(ValueError, match=f"{reason}; use implementation='xla'"):
-            expert_ffn_decode(*[None] * 7, distinct=1, spec=odd, implementation=implementation)
+            expert_ffn_round(None, None, None, None, None, block_rows=16, spec=ordered, implementation=implementation)
+        with pytest.raises(ValueError, match=f"{reason}; use implementation='xla'"):
+            expert_ffn_decode(*[None] * 7, distinct=1, spec=ordered, implementation=implementation)
+    for form, message in (
+        (FP8(24), "fp8 rows with a scale for 16, 32, .. or 128 columns, not 24"),
+        (FP8(256), "fp8 rows with a scale for 16, 32, .. or 128 columns, not 256"),
+        (INT4(8), "int4 rows with a scale for 16, 32, .. or 256 columns, not 8"),
+        (INT4(2048), "int4 rows with a scale for 16, 32, .. or 256 columns, not 2048"),
+    ):
+        assert replace(V4, gate_up=form).without_kernel() == f"kernels read {message}"
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_decode_of_other_experts(model, B):
     assert len(decode_kernels(shape, B, rows, offload=False, spec=spec)) == 2
 
 
-# Rows that the decode kernels read as they are stored; those of gpt-oss fill their last tile in part.
+# Rows that the kernels read as they are stored; those of gpt-oss fill their last tile in part.
 V3 = Shape(D=7168, F=2048, E=256, K=8, L=58)
 PACKED_EXPERTS = {
     "gpt-oss-120b": (OTHER_EXPERTS["gpt-oss-120b"][0], replace(GPT_OSS, gate_up=MXFP4(), down=MXFP4())),
@@ -299,6 +299,19 @@ def test_decode_of_packed_experts(model, B):
             assert len(bank_of(operands, (rows, *size))) % 2 == 0 < len(bank_of(operands, (rows, *size))), part
             assert len(bank_of(operands, (shape.E, *size))) >= 1, part
     assert len(decode_kernels(shape, B, rows, row_dtype=jnp.float16, offload=False, spec=spec)) == 2
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+@pytest.mark.parametrize("model", PACKED_EXPERTS)
+def test_prefill_of_packed_experts(model, compute):
+    shape, spec = PACKED_EXPERTS[model]
+    rows = shape.L * shape.E // 4
+    kernels = round_kernels(shape, 4096, 128, rows, row_dtype=jnp.float16, compute=jnp.dtype(compute), spec=spec)
+    assert [name for name, _ in kernels] == ["expert_ffn_grouped_gate_up", "expert_ffn_grouped_down"]
+    check_offsets(kernels)
+    for (_, operands), tensor in zip(kernels, ("gate_up", "down"), strict=True):
+        for part in spec.parts(tensor):
+            assert bank_of(operands, (rows, *spec.row_tensors(shape.F, shape.D)[part][0])), part
 
 
 @pytest.mark.parametrize("model", OTHER_EXPERTS)
