@@ -10,10 +10,11 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 
 from moe_jax.engine.kv_cache import PagedKV
 from moe_jax.layers.linear import Linear, matmul_precision
+from moe_jax.layers.query_blocks import by_blocks, fitting_block
 from moe_jax.layers.rope import apply_rope
 from pallas_kernels.paged_attention import paged_decode_attention
 
@@ -230,18 +231,8 @@ def blocked_attention(
     )
     width = values.shape[-1]
     q = q.reshape(B, T, G, N // G, H)  # [B, T, G, R, H]
-    block = 1 << max(4, (max_scores // (B * N * S)).bit_length() - 1)  # power of two: prefill chunks divide evenly
-    if T <= block:
-        return attend(q, positions).reshape(B, T, N, width)
-
-    blocks = -(-T // block)
-    padding = blocks * block - T
-    q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0), (0, 0)))
-    positions = jnp.pad(positions, ((0, 0), (0, padding)))
-    q = jnp.moveaxis(q.reshape(B, blocks, block, *q.shape[2:]), 1, 0)  # [blocks, B, block, G, R, H]
-    positions = jnp.moveaxis(positions.reshape(B, blocks, block), 1, 0)
-    out = lax.map(lambda part: attend(*part), (q, positions))
-    return jnp.moveaxis(out, 0, 1).reshape(B, blocks * block, N, width)[:, :T]
+    block = fitting_block(B * N * S, max_scores)
+    return by_blocks(lambda _, q, positions: attend(q, positions), block, q, positions).reshape(B, T, N, width)
 
 
 class GroupedQueryAttention(nnx.Module):
