@@ -9,7 +9,7 @@ from flax import nnx
 
 from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule
 from moe_jax.errors import CheckpointError
-from moe_jax.models.config import ModelConfig
+from moe_jax.models.config import ModelConfig, bad_field
 from moe_jax.models.dbrx.config import DbrxConfig
 from moe_jax.models.dbrx.modeling import DbrxForCausalLM
 from moe_jax.models.dbrx.params import WEIGHT_TABLE as DBRX_TABLE
@@ -65,6 +65,11 @@ class Family:
     tied: tuple[tuple[str, str], ...] = (("lm_head.weight", "embed.weight"),)
     aliases: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `architectures` or `model_type` of a config.json may say."""
+        return (self.architecture, *self.aliases, self.name)
+
     def table(self, cfg: ModelConfig) -> Table:
         """The weight table for a model of `cfg`: also says which layers of the file are not part of the model."""
         extra = [Ignore(rf"model\.layers\.{layer}\..*", "predicts further tokens") for layer in cfg.extra_layers]
@@ -104,19 +109,22 @@ FAMILIES = (
 def family_for(config: Mapping[str, Any]) -> Family:
     """The family of a config.json: by its `architectures`, or by `model_type` where that is absent.
 
-    Raises CheckpointError with the supported architectures if none fits.
+    Raises CheckpointError: with all supported architectures if none fits; for `architectures` that is no list of names.
     """
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list | tuple) or not all(isinstance(name, str) for name in architectures):
+        raise bad_field("architectures", architectures, "must be a list of names, as in ['MixtralForCausalLM']")
     model_type = config.get("model_type")
+    named = set(architectures or [model_type])
     for family in FAMILIES:
-        named = architectures or [model_type]
-        if not {family.architecture, family.name, *family.aliases}.isdisjoint(named):
+        if not named.isdisjoint(family.names):
             return family
-    supported = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES)
-    raise CheckpointError(
-        f"config.json: architectures = {architectures!r}, model_type = {model_type!r}: not supported; "
-        f"supported are {supported}"
-    )
+    if not architectures and model_type is None:
+        problem = "config.json: neither architectures nor model_type says which model this is"
+    else:
+        problem = f"config.json: architectures = {architectures!r}, model_type = {model_type!r}: not supported"
+    supported = "; ".join(" or ".join(family.names) for family in FAMILIES)
+    raise CheckpointError(f"{problem}. Supported are: {supported} (docs/families.md has example checkpoints)")
 
 
 def abstract_params(cfg: ModelConfig, dtype) -> tuple[nnx.GraphDef, dict]:

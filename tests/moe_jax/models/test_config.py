@@ -269,11 +269,17 @@ def test_layers_that_predict_further_tokens_are_ignored():
 
 
 def test_an_unknown_architecture_lists_the_supported_ones():
-    with pytest.raises(CheckpointError, match="LlamaForCausalLM.*MixtralForCausalLM.*Qwen3MoeForCausalLM.*Olmoe"):
+    with pytest.raises(CheckpointError, match=r"architectures = \['LlamaForCausalLM'\].*not supported") as caught:
         family_for({"architectures": ["LlamaForCausalLM"], "model_type": "mixtral"})
-    with pytest.raises(CheckpointError, match="not supported"):
+    for family in FAMILIES:
+        for name in (family.architecture, family.name, *family.aliases):
+            assert name in str(caught.value)
+            assert family_for({"architectures": [name]}) is family_for({"model_type": name}) is family
+    with pytest.raises(CheckpointError, match="neither architectures nor model_type.*MixtralForCausalLM or mixtral;"):
         family_for({})
-    assert family_for({"model_type": "olmoe"}).name == "olmoe"
+    for wrong in ("MixtralForCausalLM", [["MixtralForCausalLM"]], {"MixtralForCausalLM": 1}):
+        with pytest.raises(CheckpointError, match="architectures = .*must be a list of names"):
+            family_for({"architectures": wrong})
 
 
 @pytest.mark.parametrize("tied", (False, True))
