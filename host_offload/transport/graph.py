@@ -205,6 +205,7 @@ class GraphTransport(Transport):
                 distinct=distinct,
                 spec=self.experts,
                 implementation=self.ffn_implementation,
+                fetch=self.implementation,
             )
             out = combine_decode(y, entry.reshape(ids.shape), weights, live)
         return out, replace(state, banks=banks)

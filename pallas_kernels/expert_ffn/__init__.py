@@ -26,14 +26,17 @@ __all__ = [
 IMPLEMENTATIONS = ("pallas", "interpret", "xla")
 
 
-def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, implementation, between=None, spec=SILU):
+def expert_ffn_decode(
+    x, rows, src, deposit, count, banks, pool, *, distinct, implementation, between=None, spec=SILU, fetch="xla"
+):
     """See `decode.expert_ffn_decode` for the arguments; returns y [distinct, B, D] f32 and the banks.
 
+    fetch: how "xla" moves missing rows, an implementation of `pallas_kernels.fetch_rows`; the kernels read them.
     Raises ValueError for an unknown implementation and for a `spec` that the kernels do not serve.
     """
     if implementation == "xla":
         return ref.expert_ffn_decode(
-            x, rows, src, deposit, count, banks, pool, distinct=distinct, between=between, spec=spec
+            x, rows, src, deposit, count, banks, pool, distinct=distinct, between=between, spec=spec, fetch=fetch
         )
     return decode.expert_ffn_decode(
         x,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.expert_ffn.spec import SILU, ExpertSpec
+from pallas_kernels.fetch_rows import fetch_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -37,32 +38,14 @@ def _row(banks, index):
     return {name: jax.lax.dynamic_index_in_dim(bank, index, keepdims=False) for name, bank in banks.items()}
 
 
-def fetch_rows(rows, src, count, banks, pool):
-    """Moves the missing experts (src >= 0) among the first `count` entries from the pool (host memory) to bank rows.
+def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, between=None, spec=SILU, fetch="xla"):
+    """As `pallas_kernels.expert_ffn.decode.expert_ffn_decode`; a bypassed expert passes through its (free) bank row.
 
-    One row at a time by slice, then move, then an in-place update: the only form that is safe on a pinned_host operand.
+    fetch: implementation of `fetch_rows`, which moves the missing rows first.
     """
-    index = jnp.arange(src.shape[0], dtype=jnp.int32)
-    wanted = (src >= 0) & (index < count)
-    order = jnp.argsort(~wanted, stable=True)
-
-    def move(i, banks):
-        at = order[i]
-        new = {}
-        for name, bank in banks.items():
-            row = jax.lax.dynamic_index_in_dim(pool[name], src[at], keepdims=False)
-            row = jax.device_put(row, jax.memory.Space.Device)
-            new[name] = jax.lax.dynamic_update_index_in_dim(bank, row, rows[at], 0)
-        return new
-
-    return jax.lax.fori_loop(0, jnp.sum(wanted), move, banks)
-
-
-def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, between=None, spec=SILU):
-    """As `pallas_kernels.expert_ffn.decode.expert_ffn_decode`; a bypassed expert passes through its (free) bank row."""
     del deposit
     if pool is not None:
-        banks = fetch_rows(rows, src, count[0], banks, pool)
+        banks = fetch_rows(rows, src, count, banks, pool, distinct=distinct, implementation=fetch)
 
     def each(body, tensor, like):
         """body(u, row) for every valid entry, with what `tensor` needs of its row: [distinct, B, width of `like`]."""

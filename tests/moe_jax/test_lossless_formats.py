@@ -67,8 +67,9 @@ def test_a_quarter_of_the_experts_in_slots_changes_no_bit(name, form, dense, tra
     [
         ("gpt_oss", "pallas-interpret"),
         ("gpt_oss_mxfp4", "pallas-interpret"),
+        ("qwen3_moe_gptq_actorder", "xla (no kernel undoes the column order of int4 rows)"),
     ],
-    ids=["gpt_oss", "gpt_oss_mxfp4"],
+    ids=["gpt_oss", "gpt_oss_mxfp4", "qwen3_moe_gptq_actorder"],
 )
 def test_a_gpus_code_path_in_the_interpreter(name, kernel, tiny, expected, monkeypatch):
     """Slot plans are kernels for every format; experts that the kernels do not serve say so in stats."""
