@@ -315,6 +315,91 @@ CONFIGS: dict[str, dict] = {
         },
         "tie_word_embeddings": False,
     },
+    "dbrx": {
+        "architectures": ["DbrxForCausalLM"],
+        "model_type": "dbrx",
+        "vocab_size": 100352,
+        "d_model": 6144,
+        "n_heads": 48,
+        "n_layers": 40,
+        "max_seq_len": 32768,
+        "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500000},
+        "ffn_config": {
+            "ffn_hidden_size": 10752,
+            "moe_num_experts": 16,
+            "moe_top_k": 4,
+            "moe_normalize_expert_weights": 1,
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
+    "nllb-moe-54b": {
+        "architectures": ["NllbMoeForConditionalGeneration"],
+        "model_type": "nllb-moe",
+        "vocab_size": 256206,
+        "d_model": 2048,
+        "encoder_layers": 24,
+        "encoder_ffn_dim": 8192,
+        "encoder_attention_heads": 16,
+        "encoder_sparse_step": 4,
+        "decoder_layers": 24,
+        "decoder_ffn_dim": 8192,
+        "decoder_attention_heads": 16,
+        "decoder_sparse_step": 4,
+        "num_experts": 128,
+        "max_position_embeddings": 1024,
+        "is_encoder_decoder": True,
+        "activation_function": "relu",
+        "router_dtype": "float32",
+        "scale_embedding": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "decoder_start_token_id": 2,
+        "torch_dtype": "float32",
+    },
+}
+
+# Releases that share their config.json with one above but for a few fields.
+_DEEPSEEK_V2_236B = {
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 160,
+    "topk_method": "group_limited_greedy",
+    "n_group": 8,
+    "topk_group": 3,
+    "routed_scaling_factor": 16.0,
+    "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+CONFIGS |= {
+    "mixtral-8x22b": CONFIGS["mixtral-8x7b"]
+    | {
+        "hidden_size": 6144,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 56,
+        "num_attention_heads": 48,
+        "max_position_embeddings": 65536,
+    },
+    "qwen3-235b-a22b": CONFIGS["qwen3-30b-a3b"]
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+    },
+    "deepseek-v2": CONFIGS["deepseek-v2-lite"] | _DEEPSEEK_V2_236B,
+    "gpt-oss-120b": CONFIGS["gpt-oss-20b"]
+    | {
+        "num_hidden_layers": 36,
+        "num_local_experts": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+    },
 }
 
 
@@ -324,10 +409,10 @@ def with_layers(config: dict, layers: int | None) -> dict:
     Raises ValueError for a number of layers that the model does not have.
     """
     config = copy.deepcopy(config)
-    text = config.get("text_config", config)
-    total = text["num_hidden_layers"]
     if layers is None:
         return config
+    text = config.get("text_config", config)
+    total = text["num_hidden_layers"]
     if not 1 <= layers <= total:
         raise ValueError(f"layers={layers}: this model has {total} layers; ask for 1 to {total}")
     text["num_hidden_layers"] = layers
