@@ -40,6 +40,7 @@ oracle: ## recompute the expected outputs with transformers and torch; fail on a
 	@.ci/env .venv-oracle oracle
 	$(ORACLE) tests/tiny_models.py --check
 	$(ORACLE) tests/sampling_oracle.py --check
+	$(ORACLE) tests/torch_reference.py --check
 
 clean: ## remove caches and build products
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
