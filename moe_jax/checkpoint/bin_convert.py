@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from moe_jax.checkpoint.new_directory import copy_companions, new_directory, require_new
 from moe_jax.checkpoint.reader import TensorInfo, listed, raise_problems, read_index
 from moe_jax.checkpoint.torch_file import TorchFile
 from moe_jax.checkpoint.writer import write_safetensors
 from moe_jax.errors import CheckpointError
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# Beside the weights: configuration, tokenizer and chat template.
-_COPIED = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 
 
 def convert_bin(source: str | os.PathLike, destination: str | os.PathLike, *, progress: bool | None = None) -> Path:
@@ -40,27 +37,13 @@ def convert_bin(source: str | os.PathLike, destination: str | os.PathLike, *, pr
     source, destination = Path(source).expanduser(), Path(destination).expanduser()
     if not source.is_dir():
         raise CheckpointError(f"{source}: no such directory: give the one that holds {SINGLE} or {INDEX}")
-    if destination.exists():
-        raise CheckpointError(f"{destination} exists already: name a directory that does not")
+    require_new(destination)
     paths, weight_map = _find_files(source)
     infos = {path.name: _infos(path) for path in paths}
     _check(source, infos, weight_map)
     total = sum(info.nbytes for tensors in infos.values() for info in tensors.values())
-    partial = destination.with_name(f".{destination.name}.{uuid.uuid4().hex}")
-    partial.mkdir(parents=True)
-    try:
-        if (free := shutil.disk_usage(partial).free) < total:
-            raise CheckpointError(
-                f"{destination}: the weights take {total / 1e9:.1f} GB and the disk has {free / 1e9:.1f} GB left: free "
-                "space or name a directory on another disk"
-            )
+    with new_directory(destination, total) as partial:
         _write(source, partial, infos, total, sys.stderr.isatty() if progress is None else progress)
-        os.rename(partial, destination)
-    except OSError as error:
-        raise CheckpointError(f"{destination} cannot be written: {error.strerror or error}") from error
-    finally:
-        if partial.exists():
-            shutil.rmtree(partial)
     return destination
 
 
@@ -116,9 +99,7 @@ def _write(source: Path, into: Path, infos: Mapping[str, Mapping[str, TensorInfo
         weight_map = {name: names[file] for file, tensors in infos.items() for name in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (into / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for path in sorted({path for pattern in _COPIED for path in source.glob(pattern)}):
-        if path.name != INDEX:
-            shutil.copyfile(path, into / path.name)
+    copy_companions(source, into, without=frozenset({INDEX}))
 
 
 def _new_name(file: str) -> str:
