@@ -64,7 +64,7 @@ def random_parts(rng, form, outs, width, scale=1.0, dtype="float32") -> dict[str
         if suffix == "_order":
             parts[suffix] = np.stack([rng.permutation(width) for _ in outs]).astype(np.int32)
         elif suffix == "_scale" and isinstance(form, MXFP4):
-            exponents = np.full((shape[0], 4 * shape[1]), 200, np.uint8)  # what is past the end must not be read
+            exponents = np.full((shape[0], 4 * shape[1]), 255, np.uint8)  # NaN: what is past the end must not be used
             low = int(np.floor(np.log2(scale / 3))) + 127
             exponents[:, : width // 32] = rng.integers(low, low + 3, (shape[0], width // 32))
             parts[suffix] = exponents.view(np.uint32)
