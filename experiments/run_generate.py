@@ -2,6 +2,9 @@
 
     python experiments/run_generate.py                                    the bundled demo model
     python experiments/run_generate.py --model DIRECTORY --cache-rate 0.25 --prompt "Once upon a time"
+    python experiments/run_generate.py --model DIRECTORY --chat --prompt "Who wrote Faust?"
+
+docs/families.md says which models run.
 
 The new text goes to standard output and everything else to standard error, so `> story.txt` holds the text alone.
 """
@@ -62,6 +65,14 @@ def main(
             "Sequences at a time: the prompt so many times, or the first N lines that are not blank of --prompt-file. "
             "The first one is shown live, all of them at the end.",
         ),
+    ] = None,
+    chat: Annotated[
+        bool, option(PROMPT, "The prompt is a user's message, which the model answers by its chat template.", "--chat")
+    ] = False,
+    system: Annotated[str | None, option(PROMPT, "System message before it, with --chat.")] = None,
+    chat_template: Annotated[
+        str | None,
+        option(PROMPT, "File with the chat template (Jinja) to use instead of the tokenizer's, with --chat."),
     ] = None,
     max_new_tokens: Annotated[int, option(PROMPT, "Most tokens to generate a sequence. Default: 128.")] = 128,
     do_sample: Annotated[
@@ -174,10 +185,10 @@ def main(
         sampling = _sampling(sampling, max_new_tokens, demo=model is None)
         rates = _rates(link_gbps, hbm_gbps)
         _check_verify(verify, settings)
-        prompts = _prompts(prompt, prompt_file, batch, demo=model is None)
-        run = Run(
-            model, settings, prompts, sampling, max_new_tokens, rates, files["--trace"] is not None, verify, verbose
-        )
+        chat = _chat(chat, system, chat_template)
+        prompts = _prompts(prompt, prompt_file, batch, demo=model is None and chat is None)
+        record = files["--trace"] is not None
+        run = Run(model, settings, prompts, sampling, max_new_tokens, rates, record, verify, verbose, chat)
     except (MoEJaxError, UsageError, OSError, MemoryError) as error:
         _fail(error, EXIT_FAULT if isinstance(error, MemoryError) else EXIT_USAGE)
     except KeyboardInterrupt:
@@ -300,7 +311,49 @@ def _prompts(prompt, prompt_file, batch, demo) -> list[str]:
     return lines[:batch]
 
 
+def _chat(chat, system, template_file) -> "Chat | None":
+    if not chat:
+        for flag, value in (("--system", system), ("--chat-template", template_file)):
+            if value is not None:
+                raise UsageError(f"{flag} is for conversations: add --chat, or leave it out")
+        return None
+    if template_file is None:
+        return Chat(system)
+    try:
+        return Chat(system, Path(template_file).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--chat-template={template_file}: not UTF-8 text") from error
+    except OSError as error:
+        raise UsageError(f"--chat-template={template_file}: {error.strerror}") from error
+
+
 # -------------------------------------------------------------------------------------------------------------- the run
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """Prompts are messages of users: after the text `system` if there is one, by `template` or the tokenizer's own."""
+
+    system: str | None = None
+    template: str | None = None
+
+    def encode(self, tokenizer, prompts: list[str]) -> dict[str, Any]:
+        """Arguments of `generate`: ids [B, T] of a conversation each, padded on the left, and their mask."""
+        import numpy as np
+
+        from moe_jax.generation.chat import encode_chat
+
+        if self.template is None and tokenizer.chat_template is None:
+            raise UsageError(
+                "--chat: the tokenizer has no chat template, as base models have none: give --chat-template FILE, or "
+                "leave --chat out"
+            )
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        rows = [encode_chat(tokenizer, [*first, {"role": "user", "content": text}], self.template) for text in prompts]
+        ids, mask = np.zeros((2, len(rows), max(map(len, rows))), int)
+        for i, row in enumerate(rows):
+            ids[i, -len(row) :], mask[i, -len(row) :] = row, 1
+        return {"inputs": ids, "attention_mask": mask}
 
 
 class Run:
@@ -310,7 +363,9 @@ class Run:
     second one interrupts at once.
     """
 
-    def __init__(self, model, settings, prompts, sampling, max_new_tokens, rates, record, verify, verbose):
+    after_prompt = ""  # between a prompt and the new text
+
+    def __init__(self, model, settings, prompts, sampling, max_new_tokens, rates, record, verify, verbose, chat):
         import logging
 
         from rich.console import Console
@@ -327,6 +382,8 @@ class Run:
         self.console = Console(stderr=True, highlight=False)
         self.prompts, self.settings, self.max_new_tokens = prompts, settings, max_new_tokens
         self.sampling = sampling
+        if chat is not None:
+            self.after_prompt = "\n"
         self.verify = verify
         self.moe = MoE(demo_model_path() if model is None else model, settings)
         try:
@@ -340,8 +397,9 @@ class Run:
             for token in sampling.get("eos_token_id", []):
                 if token >= vocabulary:
                     raise UsageError(f"--eos={token}: the model's ids are 0 to {vocabulary - 1}")
+            inputs = {"inputs": prompts} if chat is None else chat.encode(self.moe.tokenizer, prompts)
             batch = prepare(
-                prompts,
+                **inputs,
                 vocab_size=vocabulary,
                 max_length=self.moe.max_sequence_length,
                 params=SamplingParams(max_new_tokens=max_new_tokens),
@@ -350,7 +408,7 @@ class Run:
             with warnings.catch_warnings(action="ignore"):  # the call below gives the same ones
                 self.resolved = dataclasses.asdict(self.moe.sampling_params(max_new_tokens, **sampling))
             self.ceilings = find_ceilings(*rates)
-            self.chunks = self.moe.stream_ids(prompts, max_new_tokens, trace=record, **sampling)
+            self.chunks = self.moe.stream_ids(**inputs, max_new_tokens=max_new_tokens, trace=record, **sampling)
         except BaseException:
             self.moe.close()
             raise
@@ -364,7 +422,7 @@ class Run:
         from moe_jax.errors import MoEJaxError
         from moe_jax.generation.text import IncrementalDecoder
 
-        self._dim(_shown(self.prompts[0]))
+        self._dim(_shown(self.prompts[0]) + self.after_prompt)
         decoder = IncrementalDecoder(self.moe.tokenizer, skip_special_tokens=True)
         code = 0
         try:
@@ -393,7 +451,7 @@ class Run:
 
     def _show_all(self):
         for row, text in enumerate(self.texts()):
-            self._dim(f"\n[{row}] {_shown(self.prompts[row])}")
+            self._dim(f"\n[{row}] {_shown(self.prompts[row])}{self.after_prompt}")
             _write(text + "\n")
 
     def _dim(self, text: str):

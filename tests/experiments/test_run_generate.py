@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from byte_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
 
 from host_offload.trace import Trace
@@ -233,6 +235,11 @@ def test_wrong_option_ends_the_process_with_one_line():
         (["--trace", "{tmp}/out.txt"], "must end in .npz"),
         (["--model", "{tmp}/none", "--prompt", "x"], "no such directory"),
         (["--model", "{tmp}"], "no prompt: give --prompt TEXT"),
+        (["--chat"], "no prompt: give --prompt TEXT"),
+        (["--system", "Be kind."], "--system is for conversations: add --chat"),
+        (["--chat-template", "{tmp}/two.txt"], "--chat-template is for conversations"),
+        (["--chat", "--chat-template", "{tmp}/none.jinja"], "none.jinja: No such file or directory"),
+        (["--chat", "--chat-template", "{tmp}/binary.txt"], "not UTF-8 text"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_explained_before_loading(script, tmp_path, options, message):
@@ -252,13 +259,52 @@ def test_a_checkpoint_without_a_tokenizer_is_one_line(script, tiny):
     assert result.stderr.startswith("run_generate: mixtral has no tokenizer") and result.stderr.count("\n") == 1
 
 
+@pytest.fixture(scope="module")
+def bytes_model(tiny, tmp_path_factory):
+    """A tiny model whose tokenizer has no chat template."""
+    directory = tmp_path_factory.mktemp("model") / "bytes"
+    shutil.copytree(tiny("mixtral"), directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def test_a_chat_is_what_the_model_answers(script, bytes_model, tmp_path):
+    from moe_jax import MoE
+
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}A:")
+    (tmp_path / "questions.txt").write_text("Who?\nAnd what?\n")
+    options = ["--model", bytes_model, "--chat", "--system", "Hi", "--chat-template", tmp_path / "chat.jinja"]
+    options += ["--prompt-file", tmp_path / "questions.txt", "--batch", 2, "--max-new-tokens", 5, "--ignore-eos"]
+    options += ["--json", tmp_path / "out.json", "--link-gbps", 50, "--hbm-gbps", 4000, "--cache-rate", 0.5]
+    result = CliRunner().invoke(script.app, [*map(str, options), "--transport", "callback"])
+    assert result.exit_code == 0, result.stderr
+    out = json.loads((tmp_path / "out.json").read_text())
+    rendered = ["system:Hi\nuser:Who?\nA:", "system:Hi\nuser:And what?\nA:"]
+    assert [s["prompt"] for s in out["sequences"]] == ["Who?", "And what?"]
+    assert [s["prompt_tokens"] for s in out["sequences"]] == [len(text) for text in rendered]
+    assert "Who?\n" in result.stderr
+    config = {"transport": "callback", "cache_rate": 0.5, "progress": False}
+    with MoE(bytes_model, config) as moe:
+        answers = moe.generate(rendered, 5, eos_token_id=[])
+    assert [s["text"] for s in out["sequences"]] == answers
+    assert all(answer in result.stdout for answer in answers)
+
+
+def test_a_chat_without_a_template_is_one_line(script, bytes_model):
+    result = CliRunner().invoke(script.app, ["--model", str(bytes_model), "--chat", "--prompt", "hi"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("run_generate: --chat: the tokenizer has no chat template")
+    assert result.stderr.count("\n") == 1
+
+
 def test_help_explains_every_option_without_starting_jax():
     code = "import sys, runpy; sys.argv = ['run_generate', '--help']\ntry: runpy.run_path({!r}, run_name='__main__')\n"
     code = code.format(str(SCRIPT)) + "except SystemExit as end: print('jax' in sys.modules, end.code)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
     assert done.stdout.rstrip().endswith("False 0")
     names = """
-        model prompt prompt-file batch max-new-tokens do-sample greedy temperature top-k top-p min-p repetition-penalty
+        model prompt prompt-file batch chat system chat-template
+        max-new-tokens do-sample greedy temperature top-k top-p min-p repetition-penalty
         stop eos ignore-eos seed transport policy expert-slots cache-rate expert-cache-bytes scope contract
         device-memory-ratio offload-path dtype config json trace link-gbps hbm-gbps verify
     """
