@@ -204,7 +204,13 @@ class SamplingParams:
         if "max_length" in given:  # an argument beats the file, whichever of the two it names
             defaults.pop("max_new_tokens", None)
         _warn_not_implemented(generation_config, _TARGET_ONLY if encoder_decoder else ())
-        params = cls(**(defaults | given))
+        try:
+            params = cls(**(defaults | given))
+        except ConfigError as error:
+            cls(**given)  # raises as well if the value is the caller's
+            raise ConfigError(
+                f"in generation_config.json or config.json, {error}: correct it or pass another"
+            ) from error
         idle = [key for key, neutral in _DRAW_ONLY.items() if key in given and given[key] not in neutral]
         if idle and not params.do_sample:
             settings = ", ".join(f"{key}={given[key]!r}" for key in idle)

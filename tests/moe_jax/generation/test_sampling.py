@@ -64,6 +64,18 @@ def test_argument_beats_generation_config_beats_model_config():
     assert SamplingParams.resolve(generation_config, model_config, eos_token_id=9).eos_token_id == (9,)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), (("pad_token_id", -1), ("eos_token_id", [[1]]), ("temperature", "hot"), ("do_sample", 1))
+)
+def test_a_bad_value_of_a_file_is_laid_to_the_file_and_can_be_replaced(name, value):
+    with pytest.raises(ConfigError, match=rf"^in generation_config.json or config.json, {name}=.*pass another$"):
+        SamplingParams.resolve({name: value}, top_k=3)
+    with pytest.raises(ConfigError, match="^top_k=-1 is not allowed"):
+        SamplingParams.resolve({name: value}, top_k=-1)
+    good = {"pad_token_id": 0, "eos_token_id": 1, "temperature": 0.5, "do_sample": True}
+    assert SamplingParams.resolve({name: value}, **(good | {"top_k": 3})).top_k == 3
+
+
 def test_pad_falls_back_to_the_first_eos():
     assert SamplingParams(eos_token_id=[7, 8]).pad_token_id == 7
     assert SamplingParams().pad_token_id is None and SamplingParams().fill_token_id == 0
