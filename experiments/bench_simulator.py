@@ -2,9 +2,11 @@
 
 A configuration is one policy at one cache size. Without `--trace`, random routing of gpt-oss-20b's shape is replayed
 (24 layers, 32 experts, top-4, 60 requests); with it, a recorded trace. The first line is a whole study: all policies
-that compile, six cache sizes, compilation included.
+that compile, six cache sizes, compilation included. Other work on the machine slows all of it, so its load is printed,
+and beside the rate by the clock the one by processor time: what one core would do that is left alone.
 """
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from host_offload import Trace, get_policy, list_policies, simulate_many
+from host_offload import Trace, get_policy, list_policies, load_trace, simulate_many
 
 CAPACITIES = (4, 6, 8, 12, 16, 24)
 
@@ -44,34 +46,45 @@ def random_trace(requests=60, tokens=275, L=24, E=32, K=4, seed=0):
 
 
 def main(
-    trace: Annotated[Path | None, typer.Option(help="A recorded trace (.npz) instead of random routing.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A recorded trace, of any known format, instead of random routing.")
+    ] = None,
     policies: Annotated[str, typer.Option(help="Comma-separated names; default: all that compile.")] = "",
     contract: Annotated[str, typer.Option(help="atomic-bypass, atomic-forced-admit or sequential.")] = "atomic-bypass",
+    study_only: Annotated[
+        bool, typer.Option("--study-only", help="Time the call with all policies, then stop.")
+    ] = False,
     pool_requests: Annotated[int, typer.Option(help="Requests that are replayed with one pool for all layers.")] = 12,
 ):
     """Times all policies in one call, then each alone in scope layer and global."""
     console = Console()
-    routing = Trace.load(trace) if trace else random_trace()
+    routing = load_trace(trace) if trace else random_trace()
     names = [name for name in (policies.split(",") if policies else list_policies()) if not get_policy(name).host_only]
     began = time.perf_counter()  # first, while nothing is compiled
     simulate_many(routing, names, CAPACITIES, contract=contract)
+    seconds = time.perf_counter() - began
     console.print(
-        f"{len(routing.step):,} tokens x {len(names)} policies x {len(CAPACITIES)} capacities in one call, "
-        f"compilation included: {time.perf_counter() - began:.1f} s"
+        f"{len(routing.step):,} tokens x {len(names)} policies x {len(CAPACITIES)} capacities in one call, compilation "
+        f"included: {seconds:.1f} s; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
+    if study_only:
+        return
     part = _first_requests(routing, pool_requests)
-    table = Table("policy", "scope", "configurations", "events", "seconds", "events x configurations / s", box=None)
+    rates = "events x configurations / s", "a processor second"
+    table = Table("policy", "scope", "configurations", "events", "seconds", *rates, box=None)
     for scope, replayed in (("layer", routing), ("global", part)):
         events = len(np.unique(replayed.step)) * len(replayed.header["moe_layers"])
         for name in names:
             for _ in range(2):  # the first compiles
-                began = time.perf_counter()
+                began, work = time.perf_counter(), time.process_time()
                 simulate_many(replayed, [name], CAPACITIES, scope=scope, contract=contract)
-                seconds = time.perf_counter() - began
+                seconds, work = time.perf_counter() - began, time.process_time() - work
             label = f"{name} (in-cache)" if get_policy(name).in_cache else name
-            figures = f"{events:,}", f"{seconds:.2f}", f"{events * len(CAPACITIES) / seconds / 1e6:.2f} M"
+            rates = (f"{events * len(CAPACITIES) / spent / 1e6:.2f} M" for spent in (seconds, work))
+            figures = f"{events:,}", f"{seconds:.2f}", *rates
             table.add_row(label, scope, str(len(CAPACITIES)), *figures)
     console.print(table)
+    console.print(f"load at the end: {os.getloadavg()[0]:.1f}")
 
 
 def _first_requests(trace, count):
