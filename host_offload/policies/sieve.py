@@ -47,18 +47,22 @@ class SIEVE(Policy):
         expert = xp.arange(since.shape[1], dtype=xp.int32)
         old = tier != ABSENT
         left = old & ~resident
-        again = (left & (tier >= VISITED)).any()  # the hand came round to where it began: every bit is clear
-        met = left & ((tier >= VISITED) | ~again)
-        # The last one that the hand met, -1 if nobody left, in the order in which it meets them.
-        order = age_key(xp, tier & BEHIND, t - since)
-        last = xp.where(met, order, -1).max()
-        last_expert = xp.where(met & (order == last), expert, expert.shape[0]).min()
-        passed = (order < last) | ((order == last) & (expert >= last_expert))
-        place, hand = order & (SPAN - 1), last & (SPAN - 1)
-        behind = (place < hand) | ((place == hand) & (expert >= last_expert))
+        # In the order in which the hand takes them: the last one that it took, -1 if nobody left.
+        key = age_key(xp, tier, t - since)
+        last = xp.where(left, key, -1).max()
+        last_expert = xp.where(left & (key == last), expert, expert.shape[0]).min()
+        again = last >= VISITED * SPAN  # it came round to where it began, and has cleared every bit
+        moved = scope & (last >= 0)
+
+        def until_last(size):
+            """Who comes before the last one or is it, by the key modulo `size`, a power of two."""
+            mine, other = key & (size - 1), last & (size - 1)
+            return (mine < other) | ((mine == other) & (expert >= last_expert))
+
+        visited = (tier >= VISITED) & ~(moved & (until_last(VISITED * SPAN) | again))
+        behind = until_last(SPAN)  # by place in the queue, wherever the hand was before
         at_end = ~(scope & old & resident & ~behind).any()
-        visited = (tier >= VISITED) & ~(scope & (passed | again))
-        behind = xp.where(scope & (last >= 0), behind & ~at_end, (tier & BEHIND) != 0)
+        behind = xp.where(moved, behind & ~at_end, (tier & BEHIND) != 0)
         stay = xp.where(old, VISITED * visited + BEHIND * behind, 0)
         rows = {
             "since": xp.where(resident, xp.where(old, since, t), -1),
