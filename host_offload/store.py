@@ -161,7 +161,7 @@ class ExpertStore:
             part = part.array(self._checkpoint)
             # A row of one part may be a scalar or any shape; several parts share axis 0 of the row.
             into = out if len(parts) == 1 else out[start : start + part.shape[0]]
-            _copy(into, part)
+            copy_values(into, part)
             start += into.shape[0] if into.ndim else 0
 
 
@@ -178,7 +178,7 @@ def _row_dtype(name: str, dtypes: set[np.dtype], widest: np.dtype | None) -> np.
     return widest if widest.itemsize < dtype.itemsize else dtype
 
 
-def _copy(into: np.ndarray, source: np.ndarray) -> None:
+def copy_values(into: np.ndarray, source: np.ndarray) -> None:
     """Copies or rounds `source` into `into`; a plain copy of bits never holds the interpreter's lock."""
     if into.dtype == source.dtype:
         # NumPy copies extension dtypes (bfloat16, float8) element by element; as integers it is one memcpy.

@@ -14,7 +14,7 @@ import numpy as np
 
 from host_offload.policy import Policy
 from host_offload.trace import Trace
-from moe_jax.checkpoint import Checkpoint, resolve
+from moe_jax.checkpoint import open_checkpoint, resolve
 from moe_jax.config import CACHE_SIZE_KEYS, OffloadConfig
 from moe_jax.engine.engine import BUSY, power_of_two
 from moe_jax.engine.loading import (
@@ -84,7 +84,7 @@ class MoE:
         started = time.perf_counter()
         directory = resolve(checkpoint)
         progress = None if config.progress else False
-        with Checkpoint.open(directory) as files:
+        with open_checkpoint(directory) as files:
             parts = read_parts(files, config, progress)
             self.generation_config = files.generation_config
             self._hf_config = text_settings(files.config)

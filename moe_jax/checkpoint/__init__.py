@@ -2,9 +2,10 @@
 
 from moe_jax.checkpoint.bin_convert import convert_bin
 from moe_jax.checkpoint.hub import resolve
-from moe_jax.checkpoint.loading import conversions, load_params
+from moe_jax.checkpoint.loading import conversions, load_params, load_prepared_params
 from moe_jax.checkpoint.logical import LogicalTensor
 from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule, WeightMap, map_checkpoint
+from moe_jax.checkpoint.prepared import PreparedCheckpoint, open_checkpoint
 from moe_jax.checkpoint.quantization import Quantization
 from moe_jax.checkpoint.reader import Checkpoint, TensorInfo
 
@@ -13,6 +14,7 @@ __all__ = [
     "ExpertRule",
     "Ignore",
     "LogicalTensor",
+    "PreparedCheckpoint",
     "Quantization",
     "Rule",
     "TensorInfo",
@@ -20,6 +22,8 @@ __all__ = [
     "conversions",
     "convert_bin",
     "load_params",
+    "load_prepared_params",
     "map_checkpoint",
+    "open_checkpoint",
     "resolve",
 ]

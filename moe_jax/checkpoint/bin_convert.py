@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from moe_jax.checkpoint.new_directory import copy_companions, new_directory, require_new
+from moe_jax.checkpoint.progress import byte_bar
 from moe_jax.checkpoint.reader import TensorInfo, listed, raise_problems, read_index
 from moe_jax.checkpoint.torch_file import TorchFile
 from moe_jax.checkpoint.writer import write_safetensors
@@ -43,7 +40,7 @@ def convert_bin(source: str | os.PathLike, destination: str | os.PathLike, *, pr
     _check(source, infos, weight_map)
     total = sum(info.nbytes for tensors in infos.values() for info in tensors.values())
     with new_directory(destination, total) as partial:
-        _write(source, partial, infos, total, sys.stderr.isatty() if progress is None else progress)
+        _write(source, partial, infos, total, progress)
     return destination
 
 
@@ -85,16 +82,14 @@ def _check(source: Path, infos: Mapping[str, Mapping[str, TensorInfo]], weight_m
     raise_problems(source, problems)
 
 
-def _write(source: Path, into: Path, infos: Mapping[str, Mapping[str, TensorInfo]], total: int, progress: bool) -> None:
+def _write(
+    source: Path, into: Path, infos: Mapping[str, Mapping[str, TensorInfo]], total: int, progress: bool | None
+) -> None:
     names = {file: _new_name(file) for file in infos}
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("safetensors", total=total)
+    with byte_bar("safetensors", total, progress) as advance:
         for file, tensors in infos.items():
             with TorchFile(source / file) as torch_file:
-                write_safetensors(
-                    into / names[file], tensors, torch_file.read, done=lambda nbytes: bar.advance(task, nbytes)
-                )
+                write_safetensors(into / names[file], tensors, torch_file.read, done=advance)
     if len(infos) > 1:
         weight_map = {name: names[file] for file, tensors in infos.items() for name in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

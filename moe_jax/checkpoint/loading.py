@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -12,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from moe_jax.checkpoint.logical import LogicalTensor
 from moe_jax.checkpoint.mapping import WeightMap
+from moe_jax.checkpoint.prepared import PreparedCheckpoint
+from moe_jax.checkpoint.progress import byte_bar
 from moe_jax.checkpoint.reader import Checkpoint, listed, raise_problems
 from pallas_kernels.formats import Dense, Format
 
@@ -41,21 +40,28 @@ def load_params(
     """
     leaves = dict(_leaves(abstract))
     _check(checkpoint, weight_map, leaves)
-    if progress is None:
-        progress = sys.stderr.isatty()
     arrays: dict[str, jax.Array] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not progress) as bar:
-        files = {path: [file for tensor in weight_map.params[path] for file in tensor.files] for path in leaves}
-        size = {path: sum(checkpoint.info(file).nbytes for file in names) for path, names in files.items()}
-        task = bar.add_task("dense weights", total=sum(size.values()))
+    files = {path: [file for tensor in weight_map.params[path] for file in tensor.files] for path in leaves}
+    size = {path: sum(checkpoint.info(file).nbytes for file in names) for path, names in files.items()}
+    with byte_bar("dense weights", sum(size.values()), progress) as advance:
         for path, leaf in leaves.items():
             # Waiting keeps one parameter at a time on the host and the bar truthful.
-            arrays[path] = jax.block_until_ready(_load(checkpoint, weight_map.params[path], np.dtype(leaf.dtype)))
-            bar.advance(task, size[path])
+            loaded = load_parameter(checkpoint, weight_map.params[path], np.dtype(leaf.dtype))
+            arrays[path] = jax.block_until_ready(loaded)
+            advance(size[path])
     for conversion, count in conversions(weight_map, abstract).items():
         logger.info("dense weights: %s (%d of %d parameters)", conversion, count, len(leaves))
     return _nest(abstract, arrays)
+
+
+def load_prepared_params(checkpoint: PreparedCheckpoint, abstract: Mapping[str, Any]) -> dict[str, Any]:
+    """The same from a prepared checkpoint, which must have been checked: nothing is decoded."""
+    leaves = dict(_leaves(abstract))
+
+    def put(path: str, array: np.ndarray) -> jax.Array:
+        return _to_device([array], np.dtype(leaves[path].dtype))
+
+    return _nest(abstract, checkpoint.load_params(put))
 
 
 def conversions(weight_map: WeightMap, abstract: Mapping[str, Any]) -> dict[str, int]:
@@ -68,14 +74,15 @@ def conversions(weight_map: WeightMap, abstract: Mapping[str, Any]) -> dict[str,
     return dict(found)
 
 
-def _load(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], dtype: np.dtype) -> jax.Array:
+def load_parameter(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], dtype: np.dtype) -> jax.Array:
     """One parameter in `dtype` on the device: its tensors concatenated along axis 0."""
     if all(isinstance(tensor.format, Dense) for tensor in tensors):
         return _to_device([tensor.parts[""].array(checkpoint) for tensor in tensors], dtype)
-    return jnp.concatenate([_decoded(checkpoint, tensor, dtype) for tensor in tensors])
+    return jnp.concatenate([decoded(checkpoint, tensor, dtype) for tensor in tensors])
 
 
-def _decoded(checkpoint: Checkpoint, tensor: LogicalTensor, dtype: np.dtype) -> jax.Array:
+def decoded(checkpoint: Checkpoint, tensor: LogicalTensor, dtype: np.dtype) -> jax.Array:
+    """The values of a packed tensor in `dtype` on the device."""
     parts = {suffix: tensor.parts[suffix].array(checkpoint) for suffix in tensor.format.suffixes}
     return _decode(parts, form=tensor.format, shape=tensor.shape, dtype=dtype)
 

@@ -111,8 +111,7 @@ class Checkpoint:
             what = "is a file, not a directory: give the folder it lies in" if directory.exists() else "does not exist"
             raise CheckpointError(f"{directory}: checkpoint directory {what}")
         problems: list[str] = []
-        config = _read_json(directory / "config.json", problems)
-        generation_config = _read_json(directory / "generation_config.json", problems, optional=True)
+        config, generation_config = _read_configs(directory, problems)
         paths, weight_map = _find_shards(directory, problems)
         entries: dict[str, _Entry] = {}
         for path in paths:
@@ -130,6 +129,11 @@ class Checkpoint:
     def info(self, name: str) -> TensorInfo:
         """(NumPy dtype, shape, nbytes) of a tensor. Raises `CheckpointError` if there is none of that name."""
         return self._entry(name).info
+
+    @property
+    def dtype(self) -> str:
+        """Name of the first tensor's dtype: the checkpoint's, where config.json says none."""
+        return self.info(self.names()[0]).dtype.name
 
     def view(self, name: str) -> np.ndarray:
         """The tensor as a read-only array over the mapped file: no copy; only what is touched is read."""
@@ -181,6 +185,19 @@ class Checkpoint:
         if name not in self._entries:
             raise CheckpointError(f"{self.directory}: no tensor named {name!r} among its {len(self._entries)} tensors")
         return self._entries[name]
+
+
+def read_config(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(config.json, generation_config.json or {}) of a checkpoint directory. Raises `CheckpointError`."""
+    problems: list[str] = []
+    found = _read_configs(directory, problems)
+    raise_problems(directory, problems)
+    return found
+
+
+def _read_configs(directory: Path, problems: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    config = _read_json(directory / "config.json", problems)
+    return config, _read_json(directory / "generation_config.json", problems, optional=True)
 
 
 def _read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:

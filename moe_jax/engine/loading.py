@@ -13,7 +13,16 @@ from host_offload.pool import ExpertPool
 from host_offload.slots import round_group, spare_rows
 from host_offload.store import ExpertStore, PackedRows, StoreError
 from host_offload.transport import TRANSPORTS
-from moe_jax.checkpoint import Checkpoint, Quantization, conversions, load_params, map_checkpoint
+from moe_jax.checkpoint import (
+    Checkpoint,
+    PreparedCheckpoint,
+    Quantization,
+    WeightMap,
+    conversions,
+    load_params,
+    load_prepared_params,
+    map_checkpoint,
+)
 from moe_jax.config import OffloadConfig
 from moe_jax.engine.engine import Engine, power_of_two
 from moe_jax.errors import CheckpointError, ConfigError
@@ -57,28 +66,23 @@ def device_bytes() -> int | None:
     return stats.get("bytes_limit")
 
 
-def compute_dtype(config: OffloadConfig, checkpoint: Checkpoint) -> np.dtype:
+def compute_dtype(config: OffloadConfig, checkpoint: Checkpoint | PreparedCheckpoint) -> np.dtype:
     """The configured dtype, or the checkpoint's (config.json's `dtype` or `torch_dtype`, else that of its tensors)."""
     name = config.dtype
     if name == "auto":
         settings = text_settings(checkpoint.config)
         name = settings.get("dtype") or settings.get("torch_dtype")
     if name in (None, "auto"):
-        name = str(checkpoint.info(checkpoint.names()[0]).dtype)
+        name = checkpoint.dtype
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype: the checkpoint says {name!r}; pass dtype='bfloat16', 'float16' or 'float32'")
     return np.dtype(jax.numpy.dtype(name))
 
 
-def read_parts(checkpoint: Checkpoint, config: OffloadConfig, progress: bool | None) -> Parts:
-    """Config, dense parameters and the source of expert rows of an open checkpoint."""
+def map_weights(checkpoint: Checkpoint, cfg) -> WeightMap:
+    """Where everything that the model of `cfg` needs lies in the files. Raises CheckpointError for misfits."""
     family = family_for(checkpoint.config)
-    cfg = family.config_cls.from_hf(checkpoint.config)
-    dtype = compute_dtype(config, checkpoint)
-    graphdef, abstract = abstract_params(cfg, dtype)
-    if not cfg.moe_layers:
-        raise CheckpointError("config.json: the model has no sparse layer, so there is nothing to offload")
-    weights = map_checkpoint(
+    return map_checkpoint(
         checkpoint,
         family.table(cfg),
         targets=targets(cfg),
@@ -89,8 +93,29 @@ def read_parts(checkpoint: Checkpoint, config: OffloadConfig, progress: bool | N
         experts=cfg.expert_spec(),
         quantization=Quantization.from_hf(checkpoint.config),
     )
+
+
+def read_model_config(checkpoint: Checkpoint | PreparedCheckpoint):
+    """The model's config; raises CheckpointError for a model that is not supported or has no experts."""
+    cfg = family_for(checkpoint.config).config_cls.from_hf(checkpoint.config)
+    if not cfg.moe_layers:
+        raise CheckpointError("config.json: the model has no sparse layer, so there is nothing to offload")
+    return cfg
+
+
+def read_parts(checkpoint: Checkpoint | PreparedCheckpoint, config: OffloadConfig, progress: bool | None) -> Parts:
+    """Config, dense parameters and the source of expert rows of an open checkpoint."""
+    cfg = read_model_config(checkpoint)
+    dtype = compute_dtype(config, checkpoint)
+    graphdef, abstract = abstract_params(cfg, dtype)
+    prepared = isinstance(checkpoint, PreparedCheckpoint)
     try:
-        store = ExpertStore.from_checkpoint(checkpoint, weights, dtype)
+        if prepared:
+            checkpoint.check(cfg, targets(cfg))
+            experts, store = checkpoint.experts(cfg.expert_spec()), checkpoint.store(dtype)
+        else:
+            weights = map_weights(checkpoint, cfg)
+            experts, store = weights.experts, ExpertStore.from_checkpoint(checkpoint, weights, dtype)
         if config.offload_path:
             store = PackedRows.open_or_build(config.offload_path, store, progress=progress)
     except StoreError as error:
@@ -99,8 +124,12 @@ def read_parts(checkpoint: Checkpoint, config: OffloadConfig, progress: bool | N
         raise ConfigError(
             f"offload_path={config.offload_path!r} cannot be used: {error}. Name a directory that you may write to"
         ) from error
-    params = load_params(checkpoint, weights, abstract, progress=progress)
-    return Parts(cfg, dtype, graphdef, params, store.spec, store, weights.experts, conversions(weights, abstract))
+    if prepared:
+        params, decoded = load_prepared_params(checkpoint, abstract), {}
+    else:
+        params = load_params(checkpoint, weights, abstract, progress=progress)
+        decoded = conversions(weights, abstract)
+    return Parts(cfg, dtype, graphdef, params, store.spec, store, experts, decoded)
 
 
 def kv_plan(cfg, dtype, config: OffloadConfig, memory: int | None) -> tuple[int, int]:
