@@ -30,7 +30,7 @@ from moe_jax.engine.loading import (
 from moe_jax.engine.stats import RunStats
 from moe_jax.errors import CheckpointError, ConfigError, InputError, MoEJaxError, TokenizerError, warn
 from moe_jax.generation.chat import encode_chat
-from moe_jax.generation.request import make_request, prepare_forward
+from moe_jax.generation.request import make_request, prepare_forward, spread
 from moe_jax.generation.sampling import SamplingParams
 from moe_jax.generation.text import load_tokenizer, require_tokenizer
 from moe_jax.models.config import text_settings
@@ -314,18 +314,9 @@ class MoE:
             decoder_input_ids=decoder_input_ids,
             tokenizer=self.tokenizer,
         )
-        if source is not None:  # the mask is the source's
-            attention_mask = None
-        engine = self._idle_engine()
-        rows, stats = engine.forward(list(batch.prompts), source)
+        rows, stats = self._idle_engine().forward(list(batch.prompts), source)
         self._book(stats)
-        B, T = batch.input_ids.shape
-        out = np.zeros((B, T, self.model_config.vocab_size), np.float32)
-        mask = np.ones((B, T), bool) if attention_mask is None else np.asarray(attention_mask, bool).reshape(B, T)
-        for row, logits in enumerate(rows):
-            where = np.flatnonzero(mask[row]) if attention_mask is not None else np.arange(T - len(logits), T)
-            out[row, where] = logits
-        return out if batch.was_batched else out[0]
+        return spread(rows, batch, attention_mask if source is None else None)
 
     def replay(
         self,

@@ -118,3 +118,16 @@ def prepare_forward(
             "one target"
         )
     return targets, batch
+
+
+def spread(rows: Sequence[np.ndarray], batch: PreparedBatch, attention_mask: Any = None) -> np.ndarray:
+    """Values of the tokens of each prompt, [T_b, V], where `batch` had them: float32 [B, T, V], zeros on padding.
+
+    [T, V] if the caller gave one sequence. Without a mask, shorter prompts (texts) stand on the right.
+    """
+    B, T = batch.input_ids.shape
+    out = np.zeros((B, T, rows[0].shape[-1]), np.float32)
+    mask = None if attention_mask is None else np.asarray(attention_mask, bool).reshape(B, T)
+    for row, values in enumerate(rows):
+        out[row, np.arange(T - len(values), T) if mask is None else mask[row]] = values
+    return out if batch.was_batched else out[0]
