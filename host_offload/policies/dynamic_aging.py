@@ -1,6 +1,6 @@
 """LFU with dynamic aging."""
 
-from host_offload.policies.common import from_key
+from host_offload.policies.common import competing, from_key, put_back
 from host_offload.policy import Policy, register, set_row
 
 
@@ -12,7 +12,7 @@ class LFUDA(Policy):
     An expert that is bypassed has left too: its key raises the age, so that newcomers win in the end.
 
     State: `count` [L, E] int32, accesses since insertion; `key` [L, E] int32, 0 absent; `age` [L] int32, equal for all
-    layers when `global`, a bool.
+    layers when `global`, a bool that is missing if the scope is known to be `layer`.
     """
 
     name = "lfu-da"
@@ -24,11 +24,10 @@ class LFUDA(Policy):
             "count": xp.zeros((L, E), xp.int32),
             "key": xp.zeros((L, E), xp.int32),
             "age": xp.zeros((L,), xp.int32),
-            "global": xp.zeros((), bool),
         }
 
     def bound(self, xp, state, capacity, global_scope):
-        return {**state, "global": xp.asarray(global_scope)}
+        return state if global_scope is False else {**state, "global": xp.asarray(global_scope)}
 
     def observe(self, xp, state, layer, need, scores, t):
         count, key = state["count"][layer] + need, state["key"][layer]
@@ -40,19 +39,24 @@ class LFUDA(Policy):
             "key": set_row(xp, state["key"], layer, key),
         }
 
-    def _with_newcomers(self, xp, state):
-        entering = (state["count"] > 0) & (state["key"] == 0)
-        return xp.where(entering, 1 + state["age"][:, None], state["key"])
-
     def priority(self, xp, state, layer, expert, t):
-        return from_key(xp, self._with_newcomers(xp, state)[layer, expert])
+        return from_key(xp, _with_newcomers(xp, state["count"], state["key"], state["age"])[layer, expert])
 
     def commit(self, xp, state, layer, resident, t):
-        left = xp.where(resident, 0, self._with_newcomers(xp, state)).max(axis=1)  # [L], 0 where nobody left
-        left = xp.where(state["global"], left.max(), left)
-        aged = {**state, "age": xp.maximum(state["age"], left)}
-        return {
-            **aged,
-            "count": xp.where(resident, state["count"], 0),
-            "key": xp.where(resident, self._with_newcomers(xp, aged), 0),
+        arrays = (state["count"], state["key"], state["age"], resident)
+        count, key, age, resident = (competing(state, layer, array) for array in arrays)
+        left = xp.where(resident, 0, _with_newcomers(xp, count, key, age)).max(axis=1)  # [R], 0 where nobody left
+        if "global" in state:
+            left = xp.where(state["global"], left.max(), left)
+        age = xp.maximum(age, left)
+        rows = {
+            "age": age,
+            "count": xp.where(resident, count, 0),
+            "key": xp.where(resident, _with_newcomers(xp, count, key, age), 0),
         }
+        return {**state, **{name: put_back(xp, state, layer, state[name], row) for name, row in rows.items()}}
+
+
+def _with_newcomers(xp, count, key, age):
+    """`key` [R, E] with the keys that newcomers get at `age` [R]."""
+    return xp.where((count > 0) & (key == 0), 1 + age[:, None], key)
