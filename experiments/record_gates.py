@@ -19,7 +19,7 @@ from flax import nnx
 
 from host_offload.trace import Trace, concatenate
 from moe_jax import MoE, OffloadConfig, demo_model_path
-from moe_jax.checkpoint.reader import Checkpoint
+from moe_jax.checkpoint import open_checkpoint
 from moe_jax.engine.kv_cache import PagedKV
 from moe_jax.engine.loading import read_parts
 from moe_jax.layers.linear import silu_product
@@ -117,7 +117,7 @@ def main(
         prompts = [list(moe.tokenizer(text)["input_ids"]) for text in prompt]
         # Prompt and new tokens; the last one is never fed.
         sequences = [moe.generate(np.asarray(ids, np.int32), tokens, eos_token_id=[])[:-1] for ids in prompts]
-    with Checkpoint.open(model) as files:
+    with open_checkpoint(model) as files:
         trace = record(read_parts(files, settings, False), sequences, [len(ids) for ids in prompts], Path(model).name)
     trace.save(out)
     print(f"{out}: {len(trace.step)} tokens of {len(prompts)} requests, pred/{', pred/'.join(trace.pred)}")

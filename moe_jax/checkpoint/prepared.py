@@ -13,15 +13,18 @@ checkpoint a layer keeps memory to a layer at a time, in writing and in reading.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
+import logging
 import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -261,15 +264,21 @@ def _save(path: Path, arrays: Mapping[str, np.ndarray]) -> list[int]:
     from orbax.checkpoint import v1 as ocp  # takes a second to import, which only prepared checkpoints should cost
 
     path.parent.mkdir(exist_ok=True)
-    context = ocp.Context()
-    context.array.saving.use_compression = False  # of random bits it would only cost time
-    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-    try:
-        with context:
+
+    def save() -> None:
+        context = ocp.Context()
+        context.array.saving.use_compression = False  # of random bits it would only cost time
+        context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+        with context, _quiet():
             ocp.save(path, dict(arrays))
-    except ValueError as error:  # tensorstore's way to say it
-        if "No space left" in str(error) or "quota exceeded" in str(error).lower():
-            raise CheckpointError(f"the disk is full while {path} is written: free space and start again") from error
+
+    try:
+        # In a thread that an interrupt waits for: orbax' own would go on writing into a directory that is removed.
+        with ThreadPoolExecutor(1) as saver:
+            saver.submit(save).result()
+    except ValueError as error:
+        if "No space left" in str(error) or "quota exceeded" in str(error).lower():  # as tensorstore says it
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise
     checksums = [_crc32(array) for array in arrays.values()]
     load_arrays(path, {name: _like(array.shape, array.dtype) for name, array in arrays.items()}, checksums)
@@ -282,7 +291,8 @@ def load_arrays(path: Path, like: Mapping[str, np.ndarray], checksums: Sequence[
 
     remedy = "it was damaged or belongs to another conversion: convert the checkpoint again"
     try:
-        arrays = ocp.load(path, dict(like))
+        with _quiet():
+            arrays = ocp.load(path, dict(like))
     except Exception as error:  # whatever orbax and tensorstore raise for files that are missing or damaged
         raise CheckpointError(f"{path} cannot be loaded ({str(error).splitlines()[0]}): {remedy}") from error
     for (name, wanted), checksum in zip(like.items(), checksums, strict=True):
@@ -290,6 +300,21 @@ def load_arrays(path: Path, like: Mapping[str, np.ndarray], checksums: Sequence[
         if array.shape != wanted.shape or array.dtype != wanted.dtype or _crc32(array) != checksum:
             raise CheckpointError(f"{path}: the values of {name} are not those of {HEADER}: {remedy}")
     return {name: arrays[name] for name in like}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log of orbax, whose threads write every fault that is raised anyway, with pages of traceback."""
+
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    log = logging.getLogger("absl")
+    log.addFilter(drop)
+    try:
+        yield
+    finally:
+        log.removeFilter(drop)
 
 
 def _crc32(array: np.ndarray) -> int:
