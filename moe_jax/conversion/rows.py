@@ -63,7 +63,8 @@ def prepare(
         weights = map_weights(checkpoint, cfg)
         dtype = compute_dtype(OffloadConfig(), checkpoint)
         try:
-            store = ExpertStore.from_checkpoint(checkpoint, weights, dtype)
+            # What is converted is rounded once, from the values of the file.
+            store = ExpertStore.from_checkpoint(checkpoint, weights, np.dtype(np.float32) if target else dtype)
         except StoreError as error:
             raise CheckpointError(str(error)) from error
         rows = _Rows(store, weights.experts, target, cfg.expert_width, cfg.expert_row_shapes()["down"][0])

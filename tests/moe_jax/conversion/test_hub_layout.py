@@ -3,11 +3,13 @@
 import errno
 import json
 import os
+import shutil
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from moe_jax.checkpoint import Checkpoint
 from moe_jax.conversion import Target, hub_layout, prepare, write_hub_layout
@@ -37,6 +39,17 @@ def test_it_loads_as_the_prepared_rows_do(name, form, tiny, tmp_path, opened, as
     assert json.loads((written / "conversion_errors.json").read_text())["layers"] == report.rows()
 
 
+def test_values_are_rounded_once(tiny, tmp_path, opened, assert_same):
+    """Not to the compute dtype before they are packed, where the files are wider."""
+    source = shutil.copytree(tiny("qwen3_moe"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    written, report = write_hub_layout(source, tmp_path / "hub", Target(FP8(16)), progress=False)
+    rows, same_report = prepare(source, tmp_path / "rows", Target(FP8(16)), progress=False)
+    assert_same(opened(written), opened(rows))
+    assert report.rows()[0] == pytest.approx(same_report.rows()[0], rel=1e-5)
+
+
 def test_other_tensors_stay_and_the_config_says_what_is_packed(tiny, tmp_path):
     written, _ = write_hub_layout(tiny("qwen3_moe"), tmp_path / "hub", Target(FP8(16)), progress=False)
     with Checkpoint.open(tiny("qwen3_moe")) as source, safe_open(written / "model.safetensors", "numpy") as files:
@@ -51,6 +64,18 @@ def test_other_tensors_stay_and_the_config_says_what_is_packed(tiny, tmp_path):
     assert settings["weight_block_size"] == [16, 16]
     kept = settings["modules_to_not_convert"]
     assert "lm_head" in kept and "model.layers.1.mlp.gate" in kept and not any(".experts." in name for name in kept)
+
+
+def test_biases_of_zeros_beside_packed_weights_are_left_out(tiny, tmp_path, opened, assert_same):
+    """Older AutoGPTQ versions write them; beside bfloat16 weights they would have no place in the model."""
+    source = shutil.copytree(tiny("mixtral_gptq"), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    packed = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    biases = {f"{name}.bias": np.zeros(tensors[f"{name}.qweight"].shape[1], np.float16) for name in packed}
+    save_file(tensors | biases, source / "model.safetensors")
+    written, _ = write_hub_layout(source, tmp_path / "hub", Target(Dense()), progress=False)
+    plain, _ = write_hub_layout(tiny("mixtral_gptq"), tmp_path / "plain", Target(Dense()), progress=False)
+    assert_same(opened(written), opened(plain))
 
 
 def test_shards_have_an_index(tiny, tmp_path, monkeypatch, opened, assert_same):
