@@ -16,15 +16,13 @@ from host_offload.policy import Policy
 from host_offload.trace import Trace
 from moe_jax.checkpoint import open_checkpoint, resolve
 from moe_jax.config import CACHE_SIZE_KEYS, OffloadConfig
-from moe_jax.engine.engine import BUSY, power_of_two
+from moe_jax.engine.engine import BUSY
 from moe_jax.engine.loading import (
     CacheBuilder,
     build_engine,
     check_policy,
-    choose_transport,
-    device_bytes,
-    kv_plan,
     make_policy,
+    plan_parts,
     read_parts,
 )
 from moe_jax.engine.stats import RunStats
@@ -39,8 +37,6 @@ from moe_jax.session import Session, complete, recorded, stream_text
 
 logger = logging.getLogger(__name__)
 
-# Device memory for activations and XLA's scratch, beside what is counted exactly.
-WORKSPACE_BYTES = 1 << 30
 # `policy` in the header of a trace that was recorded under more than one cache.
 SEVERAL_CACHES = "several, see caches"
 
@@ -119,37 +115,21 @@ class MoE:
         if isinstance(policy, str):
             config, policy = config.replace(policy=policy), None
         self.model_config, self.dtype = parts.cfg, parts.dtype
-        memory = device_bytes()
-        self.max_sequence_length, pages = kv_plan(parts.cfg, parts.dtype, config, memory)
-        dense = sum(leaf.nbytes for leaf in jax.tree.leaves(parts.params))
-        kv = pages * parts.cfg.kv_page_bytes(config.page_size, parts.dtype)
-        source = power_of_two(self.max_sequence_length) * parts.cfg.source_bytes_per_token(parts.dtype)
-        states = power_of_two(config.max_batch) * (parts.cfg.state_bytes(parts.dtype) + source)
-        spec = parts.spec
-        kind, why = choose_transport(config, memory, spec.L * spec.E * spec.row_bytes)
-        logger.info("transport %s: %s", kind, why)
-        self._transport_choice = why
+        plan = self._plan = plan_parts(parts.cfg, parts.dtype, config, parts.spec, parts.params)
+        self.max_sequence_length, kind = plan.max_sequence_length, plan.transport
+        logger.info("transport %s: %s", kind, plan.transport_why)
         self.config = config.replace(transport=kind)
-        reserved = dense + kv + states + (WORKSPACE_BYTES if memory else 0)
-        self._builder = CacheBuilder(parts, self.config, reserved, memory)
+        self._builder = CacheBuilder(parts, self.config, plan)
         self._builder.pool = pool
-        self._plan = {
-            "dense_bytes": dense,
-            "kv_bytes": kv,
-            "kv_pages": pages,
-            "state_bytes": states,  # of the largest batch
-            "device_bytes": memory,
-        }
         chosen = make_policy(policy if policy is not None else self.config.policy, kind)
-        self._builder.budget(self.config)  # errors in sizes and policy come before the pool is filled
-        check_policy(chosen.policy, kind, spec)
+        check_policy(chosen.policy, kind, parts.spec)
         transport = None
         try:
             if kind != "resident" and self._builder.pool is None:
                 self._builder.fill_pool(progress)
             transport = self._builder.transport(self.config, chosen)
             self._engine = build_engine(
-                parts, self.config, transport, self._builder.state(transport, self.config), pages
+                parts, self.config, transport, self._builder.state(transport, self.config), plan.kv_pages
             )
         except BaseException:
             if transport is not None:
@@ -429,8 +409,8 @@ class MoE:
             "last": None if self._last is None else self._last.to_dict(),
             "total": self._total.to_dict(),
             "kernel": [transport.kernel] * spec.L,
-            "attention": {"decode": engine.attention(1)},
-            "transport": {"name": transport.name, "why": self._transport_choice},
+            "decode_attention": {rows: engine.attention(rows, 1) for rows in (1, self.config.max_batch)},
+            "transport": {"name": transport.name, "why": self._plan.transport_why},
             "policy": self._chosen.name,
             "scope": budget.scope,
             "contract": self.config.contract,
@@ -445,7 +425,7 @@ class MoE:
             },
             "dense_weights": ", ".join(parts.conversions) or str(parts.dtype),
             "memory": {
-                **self._plan,
+                **self._plan.fixed(),
                 "slot_bytes": budget.total * spec.row_bytes,
                 "spare_bytes": (transport.rows - budget.total) * spec.row_bytes,
                 "pool_bytes": pool.nbytes if pool else 0,

@@ -68,14 +68,16 @@ class Engine:
         self.turn = threading.Lock()
         self.use_transport(transport, state)
 
-    def attention(self, tokens: int, from_zero: bool = False):
-        """Attention code for `tokens` new tokens a sequence, see `choose_implementation`."""
+    def attention(self, rows: int, tokens: int, from_zero: bool = False):
+        """Attention code for `tokens` new tokens of each of `rows` sequences, see `choose_implementation`."""
         cfg = self.cfg
         return choose_implementation(
             platform=self.platform,
             dtype=self.dtype,
+            batch=rows,
             tokens=tokens,
             from_zero=from_zero,
+            page_size=self.page_size,
             head_dim=cfg.head_dim,
             sinks=cfg.attention_sinks,
             kernel=cfg.attention_kernel,
@@ -242,7 +244,7 @@ class Run:
         loop = replace(self._loop, live=jnp.asarray(self.live))
         static = {
             "steps": engine.decode_chunk,
-            "attention": engine.attention(1),
+            "attention": engine.attention(self.rows, 1),
             "routing": (self._decoder_layers, engine.cfg.num_experts_per_tok) if self._record else None,
             **choice,
         }
@@ -332,7 +334,7 @@ class Run:
             ends = (lengths > start) & (lengths <= start + T)
             static = {
                 "block_rows": block_rows(engine.platform, self.rows * T * engine.cfg.num_experts_per_tok, engine.cfg),
-                "attention": engine.attention(T, from_zero=start == 0),
+                "attention": engine.attention(self.rows, T, from_zero=start == 0),
                 "routing": self._record,
                 "everything": everything,
             }

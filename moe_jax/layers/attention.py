@@ -23,6 +23,12 @@ Implementation = Literal["xla", "cudnn", "pallas", "interpret"]
 # Those that run the kernel of `pallas_kernels.paged_attention`: one new token a sequence.
 KERNELS = ("pallas", "interpret")
 
+# Most sequences that the kernel is chosen for: it won over XLA at 1 and lost at 16 (docs/measurements.md).
+KERNEL_MAX_BATCH = 4
+
+# Fewest tokens a page for it: the least depth of a tensor-core product.
+KERNEL_MIN_PAGE = 16
+
 # Largest score tensor [B, N, T, S] made at once, in elements: 256 MiB of float32. Longer prefills go by query blocks.
 MAX_SCORES = 1 << 26
 
@@ -50,17 +56,30 @@ class AttentionCall:
 
 
 def choose_implementation(
-    *, platform: str, dtype, tokens: int, from_zero: bool, head_dim: int, sinks: bool = False, kernel: bool = True
+    *,
+    platform: str,
+    dtype,
+    batch: int,
+    tokens: int,
+    from_zero: bool,
+    page_size: int,
+    head_dim: int,
+    sinks: bool = False,
+    kernel: bool = True,
 ) -> Implementation:
-    """Attention code for `tokens` new tokens a sequence: on a GPU the decode kernel for one, cuDNN for more where it
-    applies; else XLA over pages. `kernel`: whether the model's layers know the decode kernel.
+    """Attention code for `tokens` new tokens of each of `batch` sequences.
+
+    On a GPU the decode kernel for one token of a few sequences, cuDNN for more tokens where it applies; else XLA over
+    pages.
+
+    `kernel`: whether the model's layers know the decode kernel; it needs pages of at least 16 tokens.
 
     cuDNN's fused kernel needs a GPU, a 16-bit dtype, a supported head width, and a chunk that attends to itself alone
     (`from_zero`: every sequence starts at position 0). It knows no `sinks`; its log-sum-exp, which would allow to add
     them afterwards, comes rounded to the compute dtype.
     """
     on_gpu = platform in ("gpu", "cuda")
-    if on_gpu and tokens == 1 and kernel:
+    if on_gpu and tokens == 1 and kernel and batch <= KERNEL_MAX_BATCH and page_size >= KERNEL_MIN_PAGE:
         return "pallas"
     narrow = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
     fits = head_dim % 8 == 0 and head_dim <= CUDNN_MAX_HEAD_DIM

@@ -22,7 +22,7 @@ def paged_decode_attention(
 
     Args:
       queries: tuple of [B, N, H_i], one a part.
-      keys: tuple of pools [pages, P, G, H_i]; P is a power of two.
+      keys: tuple of pools [pages, P, G, H_i]; P is a power of two, compiled at least 16.
       values: pool [pages, P, G, Hv]; may be one of `keys`.
       page_table: [B, n] i32, page of tokens iP .. iP + P - 1 of a sequence.
       lengths: [B] i32, stored tokens, that of the query included. 0: the row's output is zeros.

@@ -5,7 +5,7 @@
   Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2023, "Flash-Decoding").
 * `merge`: program (b, n) rescales the S parts to their common maximum, adds the sink, and divides.
 
-A token block may span several pages: the page of each token is looked up, so any power-of-two page size will do.
+A token block lies within one page, so that rows of a power-of-two width are read as whole tiles.
 """
 
 import functools
@@ -15,15 +15,15 @@ import jax.numpy as jnp
 
 from pallas_kernels._compat import call, cdiv, load, next_power_of_2, pl, pltriton, store
 
-TOKENS = 64  # a token block
+TOKENS = 64  # a token block, at most; a page where that is shorter
 HEADS = 16  # least rows of a tensor-core product
 PROGRAMS = 264  # two for each multiprocessor of an H200
 FLOOR = -1e30  # finite, so that a share without tokens gives weight 0 and no NaN
 
 
-def splits_of(batch: int, head_blocks: int, tokens: int) -> int:
-    """S: shares of a sequence of at most `tokens` tokens, a power of two; more only where programs are idle."""
-    most = max(1, min(PROGRAMS // (batch * head_blocks), cdiv(tokens, TOKENS), 64))
+def splits_of(batch: int, head_blocks: int, blocks: int) -> int:
+    """S: shares of a sequence of at most `blocks` token blocks, a power of two; more only where programs are idle."""
+    most = max(1, min(PROGRAMS // (batch * head_blocks), blocks, 64))
     return 1 << (most.bit_length() - 1)
 
 
@@ -33,11 +33,23 @@ def _columns(width: int):
     return jnp.minimum(lanes, width - 1), lanes < width
 
 
-def _tile(ref, index, width: int, keep):
-    """Rows of `ref` at `index` x all columns, zero where `keep` [rows, 1] is false and past the last column."""
+def _tile(ref, index, width: int, keep, rows=None):
+    """Rows of `ref` at `index` x all columns, zero where `keep` [rows, 1] is false and past the last column.
+
+    rows: None: `index` has an array [rows, 1]; else it is (page, start, key head) and `rows` places of the page follow.
+    """
     columns, real = _columns(width)
-    value = load(ref.at[*index, columns[None, :]])
-    mask = keep if width == columns.shape[0] else keep & real[None, :]
+    whole = width == columns.shape[0]
+    if rows is None:
+        value = load(ref.at[*index, columns[None, :]])
+    elif whole:
+        number, start, g = index
+        value = load(ref.at[number, pl.ds(start, rows), g, pl.ds(0, width)])
+    else:
+        number, start, g = index
+        places = start + jnp.arange(rows, dtype=jnp.int32)
+        value = load(ref.at[number, places[:, None], g, columns[None, :]])
+    mask = keep if whole else keep & real[None, :]
     return jnp.where(mask, value, jnp.zeros_like(value))
 
 
@@ -48,6 +60,7 @@ def _partial_kernel(*refs, parts, widths, value_width, rows, group, page, splits
     value_ref, refs = (pools[shared], refs) if shared is not None else (refs[0], refs[1:])
     table_ref, length_ref, o_ref, m_ref, l_ref = refs
     b, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    tokens = min(TOKENS, page)
     blocks = cdiv(group, rows)
     g = block // blocks
     within = (block % blocks) * rows + jnp.arange(rows, dtype=jnp.int32)  # rows of the group, some past its end
@@ -55,21 +68,20 @@ def _partial_kernel(*refs, parts, widths, value_width, rows, group, page, splits
     every = jnp.ones((rows, 1), jnp.bool_)
     q = [_tile(ref, (b, heads[:, None]), width, every) for ref, width in zip(queries, widths, strict=True)]
     length = length_ref[b]
-    first = jnp.maximum(length - window, 0) // TOKENS if window is not None else length * 0
-    count = (length + TOKENS - 1) // TOKENS - first  # token blocks of the sequence
+    first = jnp.maximum(length - window, 0) // tokens if window is not None else length * 0
+    count = (length + tokens - 1) // tokens - first  # token blocks of the sequence
 
     def step(i, carry):
         top, total, out = carry
-        token = (first + split + i * splits) * TOKENS + jnp.arange(TOKENS, dtype=jnp.int32)
+        start = (first + split + i * splits) * tokens
+        token = start + jnp.arange(tokens, dtype=jnp.int32)
         seen = token < length
         if window is not None:
             seen &= length - 1 - token < window
-        token = jnp.minimum(token, length - 1)
-        number = load(table_ref.at[b, token // page])
-        at = number[:, None], (token % page)[:, None], g
+        at = table_ref[b, start // page], start % page, g
         keep = seen[:, None]
-        scores = jnp.zeros((rows, TOKENS), jnp.float32)
-        tiles = [_tile(pool, at, width, keep) for pool, width in zip(pools, widths, strict=True)]
+        scores = jnp.zeros((rows, tokens), jnp.float32)
+        tiles = [_tile(pool, at, width, keep, tokens) for pool, width in zip(pools, widths, strict=True)]
         for query, tile in zip(q, tiles, strict=True):
             scores += pltriton.dot(query, tile.astype(query.dtype), trans_b=True, allow_tf32=False)
         scores *= scale
@@ -79,7 +91,7 @@ def _partial_kernel(*refs, parts, widths, value_width, rows, group, page, splits
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         weights = jnp.where(seen[None, :], jnp.exp(scores - higher[:, None]), 0.0)
         fade = jnp.exp(top - higher)
-        value = tiles[shared] if shared is not None else _tile(value_ref, at, value_width, keep)
+        value = tiles[shared] if shared is not None else _tile(value_ref, at, value_width, keep, tokens)
         out = out * fade[:, None] + pltriton.dot(weights.astype(value.dtype), value, allow_tf32=False)
         return higher, total * fade + jnp.sum(weights, axis=1), out
 
@@ -133,7 +145,7 @@ def paged_decode_attention(
     group = N // G
     rows = HEADS
     blocks = G * cdiv(group, rows)
-    splits = splits_of(B, blocks, page_table.shape[1] * page)
+    splits = splits_of(B, blocks, page_table.shape[1] * page // min(TOKENS, page))
     shared = next((i for i, pool in enumerate(keys) if pool is values), None)
     pools = (*keys,) if shared is not None else (*keys, values)
     float32 = jnp.float32

@@ -138,7 +138,8 @@ def test_the_fresh_path_equals_the_paged_one(window):
 
 
 def test_choose_implementation():
-    fits = {"platform": "gpu", "dtype": jnp.bfloat16, "tokens": 8, "from_zero": True, "head_dim": 128}
+    fits = {"platform": "gpu", "dtype": jnp.bfloat16, "batch": 1, "tokens": 8, "from_zero": True}
+    fits |= {"page_size": 16, "head_dim": 128}
     assert choose_implementation(**fits) == "cudnn"
     for change in (
         {"platform": "cpu"},
@@ -150,7 +151,7 @@ def test_choose_implementation():
         assert choose_implementation(**{**fits, **change}) == "xla", change
     for change in ({}, {"dtype": jnp.float32}, {"from_zero": False}, {"head_dim": 256}, {"sinks": True}):
         assert choose_implementation(**{**fits, "tokens": 1, **change}) == "pallas", change
-    for change in ({"platform": "cpu"}, {"kernel": False}):
+    for change in ({"platform": "cpu"}, {"kernel": False}, {"batch": 8}, {"page_size": 8}):
         assert choose_implementation(**{**fits, "tokens": 1, **change}) == "xla", change
 
 
@@ -216,7 +217,7 @@ def test_sinks_take_their_share_of_the_softmax(window, max_scores):
 
 
 def test_fused_attention_is_not_chosen_for_sinks():
-    choice = dict(platform="gpu", dtype="bfloat16", tokens=16, from_zero=True, head_dim=64)
+    choice = dict(platform="gpu", dtype="bfloat16", batch=1, tokens=16, from_zero=True, page_size=64, head_dim=64)
     assert choose_implementation(**choice) == "cudnn"
     assert choose_implementation(**choice, sinks=True) == "xla"
     layer = GroupedQueryAttention(
