@@ -107,6 +107,8 @@ class OffloadConfig:
     Args:
         offload_path: directory where packed expert rows are kept between runs; None keeps none.
         device_memory_ratio: share of device memory the model may use, 0 to 1.
+        kv_cache_ratio: share of device memory that KV pages may take, 0 to 1; one longest sequence always fits, and no
+            more than `max_batch` of them are kept. On a CPU, which has no device memory, pages take up to 1 GiB.
         expert_slots: expert slots over all MoE layers, or a sequence with the slots of each MoE layer.
         cache_rate: share of all experts that have a slot, 0 < rate <= 1.
         expert_cache_bytes: device bytes for expert slots, an int or text such as "12GB" or "512MiB" (kept as int).
@@ -131,6 +133,7 @@ class OffloadConfig:
 
     offload_path: str | None = None
     device_memory_ratio: float = 0.75
+    kv_cache_ratio: float = 0.1
     expert_slots: int | tuple[int, ...] | None = None
     cache_rate: float | None = None
     expert_cache_bytes: int | str | None = None
@@ -156,8 +159,8 @@ class OffloadConfig:
             self._set("offload_path", os.fspath(self.offload_path))
             if os.path.exists(self.offload_path) and not os.path.isdir(self.offload_path):
                 raise bad_value("offload_path", self.offload_path, "a directory, but a file of that name exists")
-        ratio = real("device_memory_ratio", self.device_memory_ratio, "a number from 0 to 1", lambda v: 0 <= v <= 1)
-        self._set("device_memory_ratio", ratio)
+        for key in ("device_memory_ratio", "kv_cache_ratio"):
+            self._set(key, real(key, getattr(self, key), "a number from 0 to 1", lambda v: 0 <= v <= 1))
         self._check_cache_size()
         _choice("transport", self.transport, TRANSPORTS)
         if not isinstance(self.policy, str) or not self.policy:

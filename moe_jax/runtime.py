@@ -10,6 +10,9 @@ import jax
 
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 DEVICE_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# Shares of the machine's memory that may be pinned, and of the device's that jax may use, unless the user says so.
+PINNED_SHARE = 0.9
+DEVICE_SHARE = 0.92
 
 
 def host_memory_bytes() -> int:
@@ -28,8 +31,8 @@ def configure() -> dict[str, str]:
     chosen = {}
     memory = host_memory_bytes()
     if memory:
-        chosen[HOST_LIMIT] = str(max(64, int(memory * 0.9) >> 30))
-    chosen[DEVICE_FRACTION] = "0.92"
+        chosen[HOST_LIMIT] = str(max(64, int(memory * PINNED_SHARE) >> 30))
+    chosen[DEVICE_FRACTION] = str(DEVICE_SHARE)
     chosen = {name: value for name, value in chosen.items() if name not in os.environ}
     os.environ.update(chosen)
     if jax.config.jax_compilation_cache_dir is None:

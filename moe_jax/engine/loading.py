@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from host_offload.capacity import resolve_slots
 from host_offload.policy import Policy, PolicySet, get_policy
 from host_offload.pool import ExpertPool
-from host_offload.slots import round_group, spare_rows
-from host_offload.store import ExpertStore, PackedRows, StoreError
+from host_offload.store import ExpertStore, PackedRows, RowSource, StoreError
 from host_offload.transport import TRANSPORTS
 from moe_jax.checkpoint import (
     Checkpoint,
@@ -24,19 +22,18 @@ from moe_jax.checkpoint import (
     map_checkpoint,
 )
 from moe_jax.config import OffloadConfig
-from moe_jax.engine.engine import Engine, power_of_two
+from moe_jax.engine.engine import Engine
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.models.config import text_settings
 from moe_jax.models.registry import abstract_params, family_for, targets
+from moe_jax.planner import MemoryPlan, max_pairs, params_bytes, plan_memory, slot_budget
+from moe_jax.runtime import host_memory_bytes
 from pallas_kernels.expert_ffn import ExpertSpec
 
 logger = logging.getLogger(__name__)
 
 # Built-ins that share one compiled program in the `device` transport: a sweep over them does not recompile.
 SWEEP_POLICIES = ("lru", "lfu", "lfru", "static")
-# Without other wishes the KV pool may take this share of device memory, but always holds one longest sequence.
-KV_SHARE = 0.1
-CPU_KV_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -103,19 +100,44 @@ def read_model_config(checkpoint: Checkpoint | PreparedCheckpoint):
     return cfg
 
 
+def plan_parts(cfg, dtype, config: OffloadConfig, spec, params) -> MemoryPlan:
+    """The plan on this machine; `params` are arrays or their abstract shapes. Raises ConfigError."""
+    return plan_memory(
+        cfg,
+        dtype,
+        config,
+        spec,
+        dense_bytes=params_bytes(params),
+        device_bytes=device_bytes(),
+        host_bytes=host_memory_bytes() or None,
+    )
+
+
+def map_experts(
+    checkpoint: Checkpoint | PreparedCheckpoint, cfg, dtype
+) -> tuple[ExpertSpec, RowSource, WeightMap | None]:
+    """(what an expert computes, the source of rows, the map of weights; None if prepared) of an open checkpoint.
+
+    Raises CheckpointError for files that do not fit the model, StoreError for experts that have no common dtype.
+    """
+    if isinstance(checkpoint, PreparedCheckpoint):
+        checkpoint.check(cfg, targets(cfg))
+        return checkpoint.experts(cfg.expert_spec()), checkpoint.store(dtype), None
+    weights = map_weights(checkpoint, cfg)
+    return weights.experts, ExpertStore.from_checkpoint(checkpoint, weights, dtype), weights
+
+
 def read_parts(checkpoint: Checkpoint | PreparedCheckpoint, config: OffloadConfig, progress: bool | None) -> Parts:
-    """Config, dense parameters and the source of expert rows of an open checkpoint."""
+    """Config, dense parameters and the source of expert rows of an open checkpoint.
+
+    Raises CheckpointError, or ConfigError for what does not fit this machine before anything is loaded or written.
+    """
     cfg = read_model_config(checkpoint)
     dtype = compute_dtype(config, checkpoint)
     graphdef, abstract = abstract_params(cfg, dtype)
-    prepared = isinstance(checkpoint, PreparedCheckpoint)
     try:
-        if prepared:
-            checkpoint.check(cfg, targets(cfg))
-            experts, store = checkpoint.experts(cfg.expert_spec()), checkpoint.store(dtype)
-        else:
-            weights = map_weights(checkpoint, cfg)
-            experts, store = weights.experts, ExpertStore.from_checkpoint(checkpoint, weights, dtype)
+        experts, store, weights = map_experts(checkpoint, cfg, dtype)
+        plan_parts(cfg, dtype, config, store.spec, abstract)
         if config.offload_path:
             store = PackedRows.open_or_build(config.offload_path, store, progress=progress)
     except StoreError as error:
@@ -124,45 +146,12 @@ def read_parts(checkpoint: Checkpoint | PreparedCheckpoint, config: OffloadConfi
         raise ConfigError(
             f"offload_path={config.offload_path!r} cannot be used: {error}. Name a directory that you may write to"
         ) from error
-    if prepared:
-        params, decoded = load_prepared_params(checkpoint, abstract), {}
+    if weights is None:
+        params, decoded = load_prepared_params(checkpoint, abstract, progress=progress), {}
     else:
         params = load_params(checkpoint, weights, abstract, progress=progress)
         decoded = conversions(weights, abstract)
     return Parts(cfg, dtype, graphdef, params, store.spec, store, experts, decoded)
-
-
-def kv_plan(cfg, dtype, config: OffloadConfig, memory: int | None) -> tuple[int, int]:
-    """(longest sequence in tokens, pages of the KV pool with the trash page).
-
-    Raises ConfigError where lengths of the configuration do not fit the model.
-    """
-    if cfg.encoder_decoder and config.prefill_chunk is not None:
-        raise ConfigError(
-            f"prefill_chunk={config.prefill_chunk}: an encoder-decoder takes sources and targets whole, since an "
-            "expert's capacity is a share of all tokens; leave it out"
-        )
-    longest = config.max_sequence_length or cfg.max_position_embeddings
-    if longest > cfg.max_position_embeddings:
-        raise ConfigError(
-            f"max_sequence_length={longest}: the model was made for {cfg.max_position_embeddings} positions "
-            "(max_position_embeddings); ask for at most that"
-        )
-    room = int(KV_SHARE * memory) if memory else CPU_KV_BYTES
-    fitting = room // cfg.kv_page_bytes(config.page_size, dtype) * config.page_size
-    tokens = min(config.max_batch * longest, max(longest, fitting))
-    # A page more a sequence, as each one's last page is partly filled.
-    return longest, -(-tokens // config.page_size) + config.max_batch + 1
-
-
-def choose_transport(config: OffloadConfig, memory: int | None, rows_bytes: int) -> tuple[str, str]:
-    """(transport, why) for "auto": `device`; everything resident when that was asked for by slots or fits."""
-    if config.transport != "auto":
-        return config.transport, "as configured"
-    sized = any(getattr(config, key) is not None for key in ("expert_slots", "cache_rate", "expert_cache_bytes"))
-    if not sized and memory and rows_bytes < config.device_memory_ratio * memory * (1 - KV_SHARE) * 0.9:
-        return "resident", "all experts fit in device memory and no cache size was asked for"
-    return "device", "experts are offloaded; the policy runs in the graph"
 
 
 @dataclass(frozen=True)
@@ -206,46 +195,16 @@ def check_policy(policy: Policy, transport: str, spec) -> None:
 class CacheBuilder:
     """Makes transports over one pool, for `MoE` at load and for `MoE.set_cache`."""
 
-    def __init__(self, parts: Parts, config: OffloadConfig, reserved: int, memory: int | None):
-        self.parts, self.config = parts, config
-        self.reserved, self.memory = reserved, memory
+    def __init__(self, parts: Parts, config: OffloadConfig, plan: MemoryPlan):
+        self.parts, self.config, self.plan = parts, config, plan
         # "interpret" (tests) runs the GPU's kernels in Pallas' interpreter.
         self.implementation = "pallas" if jax.devices()[0].platform == "gpu" else "xla"
         self.pool: ExpertPool | None = None
 
-    @property
-    def max_pairs(self) -> int:
-        """Most token-expert pairs of a decode step."""
-        return power_of_two(self.config.max_batch) * self.parts.cfg.num_experts_per_tok
-
-    def spare_bytes(self) -> int:
-        """Bytes of the rows beside the slots."""
-        spec = self.parts.spec
-        return spare_rows(spec, self.max_pairs, round_group(spec)) * spec.row_bytes
-
     def budget(self, config: OffloadConfig):
-        """`SlotBudget` of a configuration; raises ConfigError."""
-        spec = self.parts.spec
-        resident = config.transport == "resident"
-        sizes = {key: getattr(config, key) for key in ("expert_slots", "cache_rate", "expert_cache_bytes")}
-        if resident:
-            given = {key: value for key, value in sizes.items() if value is not None}
-            if given:
-                raise ConfigError(f"transport='resident' holds all experts; leave out {', '.join(given)}")
-            sizes = {"cache_rate": 1.0}
-        try:
-            return resolve_slots(
-                L=spec.L,
-                E=spec.E,
-                row_bytes=spec.row_bytes,
-                device_bytes=self.memory,
-                device_memory_ratio=config.device_memory_ratio,
-                reserved_bytes=self.reserved + self.spare_bytes(),
-                scope=config.scope,
-                **sizes,
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        """`SlotBudget` of a configuration (its transport resolved) beside all else that is planned; ConfigError."""
+        reserved = self.plan.reserved_bytes + self.plan.spare_bytes
+        return slot_budget(config, self.parts.spec, reserved, self.plan.device_bytes)
 
     def fill_pool(self, progress):
         """The pinned pool with every expert; made once."""
@@ -271,7 +230,7 @@ class CacheBuilder:
             chosen.policy,
             select=chosen.select,
             forced_admit=config.contract == "atomic-forced-admit",
-            max_pairs=self.max_pairs,
+            max_pairs=max_pairs(self.parts.cfg, self.config),
             implementation=self.implementation,
             experts=self.parts.experts,
             seed=config.seed,

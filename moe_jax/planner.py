@@ -1,0 +1,250 @@
+"""What goes where, in bytes, decided before anything is allocated.
+
+`plan_memory` is the one place that divides a machine's memory. `MoE` asks it before it loads a weight, and
+`experiments/plan.py` asks it without a GPU. On the device lie
+
+    dense weights + KV pages + states + workspace + (slots + spare rows) * row bytes  <=  device_memory_ratio * memory
+
+and in pinned host memory every expert, unless all of them have a slot (transport `resident`). Shape letters: L MoE
+layers, E experts a layer. All sizes are bytes.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from host_offload.capacity import SlotBudget, resolve_slots
+from host_offload.slots import round_group, spare_rows
+from host_offload.store import RowSpec
+from moe_jax.config import CACHE_SIZE_KEYS, OffloadConfig
+from moe_jax.engine.engine import power_of_two
+from moe_jax.errors import ConfigError
+from moe_jax.models.config import ModelConfig
+from moe_jax.runtime import PINNED_SHARE
+
+# Device memory for activations and XLA's scratch, beside what is counted exactly. A CPU has no such budget.
+WORKSPACE_BYTES = 1 << 30
+# What KV pages may take where there is no device memory to take a share of.
+CPU_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the bytes of a model go; `plan_memory` makes it.
+
+    transport, transport_why: the resolved transport and the reason. max_sequence_length: longest sequence in tokens.
+    device_bytes: memory that jax may use on the device, None on a CPU. dense_bytes: parameters but the experts.
+    kv_bytes, kv_pages: the KV pool with its trash page. state_bytes: states and kept sources of the largest batch.
+    workspace_bytes: left for activations. slots: the `SlotBudget`. spare_rows: rows beside the slots. pool_bytes:
+    pinned host memory.
+    """
+
+    transport: str
+    transport_why: str
+    max_sequence_length: int
+    device_bytes: int | None
+    dense_bytes: int
+    kv_bytes: int
+    kv_pages: int
+    state_bytes: int
+    workspace_bytes: int
+    slots: SlotBudget
+    spare_rows: int
+    pool_bytes: int
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Device bytes for all but experts."""
+        return self.dense_bytes + self.kv_bytes + self.state_bytes + self.workspace_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Device bytes of the spare rows."""
+        return self.spare_rows * self.slots.row_bytes
+
+    @property
+    def total_device_bytes(self) -> int:
+        """All device bytes."""
+        return self.reserved_bytes + self.slots.nbytes + self.spare_bytes
+
+    def fixed(self) -> dict[str, int | None]:
+        """The part of `MoE.stats()["memory"]` that no change of the cache alters."""
+        return {
+            "dense_bytes": self.dense_bytes,
+            "kv_bytes": self.kv_bytes,
+            "kv_pages": self.kv_pages,
+            "state_bytes": self.state_bytes,
+            "workspace_bytes": self.workspace_bytes,
+            "device_bytes": self.device_bytes,
+        }
+
+    def memory(self) -> dict[str, int | None]:
+        """What `MoE.stats()["memory"]` says after a load by this plan."""
+        return self.fixed() | {
+            "slot_bytes": self.slots.nbytes,
+            "spare_bytes": self.spare_bytes,
+            "pool_bytes": self.pool_bytes,
+        }
+
+
+def params_bytes(params: Mapping[str, Any]) -> int:
+    """Bytes of a nested dict of arrays or of `jax.ShapeDtypeStruct`."""
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(params))
+
+
+def max_pairs(cfg: ModelConfig, config: OffloadConfig) -> int:
+    """Most token-expert pairs of a decode step."""
+    return power_of_two(config.max_batch) * cfg.num_experts_per_tok
+
+
+def plan_memory(
+    cfg: ModelConfig,
+    dtype: np.dtype,
+    config: OffloadConfig,
+    spec: RowSpec,
+    *,
+    dense_bytes: int,
+    device_bytes: int | None,
+    host_bytes: int | None = None,
+) -> MemoryPlan:
+    """Divides memory between weights, caches and experts.
+
+    Args:
+        cfg, dtype: the model and its compute dtype.
+        spec: rows of its experts.
+        dense_bytes: bytes of its other parameters, see `params_bytes`.
+        device_bytes: memory that jax may use on the device; None (CPU) bounds nothing.
+        host_bytes: memory of the host, None if unknown; the pool may take `runtime.PINNED_SHARE` of it.
+
+    Raises:
+        ConfigError: lengths that do not fit the model, contradicting settings, or what does not fit: by how many
+            bytes, and what would help.
+    """
+    longest, pages = _kv_pages(cfg, dtype, config, device_bytes)
+    source = power_of_two(longest) * cfg.source_bytes_per_token(dtype)
+    parts = {
+        "dense_bytes": dense_bytes,
+        "kv_bytes": pages * cfg.kv_page_bytes(config.page_size, dtype),
+        "state_bytes": power_of_two(config.max_batch) * (cfg.state_bytes(dtype) + source),
+        "workspace_bytes": WORKSPACE_BYTES if device_bytes else 0,
+    }
+    spare = spare_rows(spec, max_pairs(cfg, config), round_group(spec))
+    reserved = sum(parts.values())
+    experts = spec.L * spec.E * spec.row_bytes
+    transport, why = _choose_transport(config, device_bytes, reserved + spare * spec.row_bytes + experts)
+    config = config.replace(transport=transport)
+    if device_bytes is not None:
+        _check_device(config, spec, parts, spare, device_bytes)
+    plan = MemoryPlan(
+        transport=transport,
+        transport_why=why,
+        max_sequence_length=longest,
+        device_bytes=device_bytes,
+        kv_pages=pages,
+        slots=slot_budget(config, spec, reserved + spare * spec.row_bytes, device_bytes),
+        spare_rows=spare,
+        pool_bytes=0 if transport == "resident" else experts,
+        **parts,
+    )
+    _check_host(plan, host_bytes)
+    return plan
+
+
+def slot_budget(config: OffloadConfig, spec: RowSpec, reserved_bytes: int, device_bytes: int | None) -> SlotBudget:
+    """The slots of a configuration whose transport is resolved; `reserved_bytes` is all else on the device.
+
+    Raises ConfigError.
+    """
+    sizes = {key: getattr(config, key) for key in CACHE_SIZE_KEYS}
+    if config.transport == "resident":
+        given = [key for key, value in sizes.items() if value is not None]
+        if given:
+            raise ConfigError(f"transport='resident' holds all experts; leave out {', '.join(given)}")
+        sizes = {"cache_rate": 1.0}
+    try:
+        return resolve_slots(
+            L=spec.L,
+            E=spec.E,
+            row_bytes=spec.row_bytes,
+            device_bytes=device_bytes,
+            device_memory_ratio=config.device_memory_ratio,
+            reserved_bytes=reserved_bytes,
+            scope=config.scope,
+            **sizes,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _kv_pages(cfg, dtype, config: OffloadConfig, device_bytes: int | None) -> tuple[int, int]:
+    """(longest sequence in tokens, pages of the KV pool with the trash page)."""
+    if cfg.encoder_decoder and config.prefill_chunk is not None:
+        raise ConfigError(
+            f"prefill_chunk={config.prefill_chunk}: an encoder-decoder takes sources and targets whole, since an "
+            "expert's capacity is a share of all tokens; leave it out"
+        )
+    longest = config.max_sequence_length or cfg.max_position_embeddings
+    if longest > cfg.max_position_embeddings:
+        raise ConfigError(
+            f"max_sequence_length={longest}: the model was made for {cfg.max_position_embeddings} positions "
+            "(max_position_embeddings); ask for at most that"
+        )
+    room = int(config.kv_cache_ratio * device_bytes) if device_bytes else CPU_KV_BYTES
+    fitting = room // cfg.kv_page_bytes(config.page_size, dtype) * config.page_size
+    tokens = min(config.max_batch * longest, max(longest, fitting))
+    # A page more a sequence, as each one's last page is partly filled.
+    return longest, -(-tokens // config.page_size) + config.max_batch + 1
+
+
+def _choose_transport(config: OffloadConfig, device_bytes: int | None, resident_bytes: int) -> tuple[str, str]:
+    """(transport, why): "auto" is `resident` where no size was asked for and all fits, else `device`."""
+    if config.transport != "auto":
+        return config.transport, "as configured"
+    sized = any(getattr(config, key) is not None for key in CACHE_SIZE_KEYS)
+    if not sized and device_bytes and resident_bytes <= config.device_memory_ratio * device_bytes:
+        return "resident", "all experts fit in device memory and no cache size was asked for"
+    return "device", "experts are offloaded; the policy runs in the graph"
+
+
+def _check_device(config: OffloadConfig, spec: RowSpec, parts: Mapping[str, int], spare: int, device_bytes: int):
+    """Refuses a device that does not even hold the fewest slots beside the rest."""
+    fewest = spec.L * spec.E if config.transport == "resident" else spec.L if config.scope == "layer" else 1
+    allowed = math.floor(config.device_memory_ratio * device_bytes)
+    needed = sum(parts.values()) + (spare + fewest) * spec.row_bytes
+    short = needed - allowed
+    if short <= 0:
+        return
+    remedies = []
+    if needed <= device_bytes:
+        remedies.append(f"device_memory_ratio={math.ceil(needed / device_bytes * 1000) / 1000}")
+    if config.transport == "resident":
+        remedies.append("transport='device', which leaves experts in host memory")
+    elif config.scope == "layer" and spec.L > 1 and short <= (spec.L - 1) * spec.row_bytes:
+        remedies.append("scope='global', which needs one slot")
+    if parts["kv_bytes"] + parts["state_bytes"] >= short:
+        remedies.append("a smaller max_sequence_length, max_batch or kv_cache_ratio")
+    if (fewest + spare) * spec.row_bytes >= short:
+        remedies.append("experts in a smaller format (python -m moe_jax.convert)")
+    names = ", ".join(f"{name.removesuffix('_bytes')} {nbytes}" for name, nbytes in parts.items())
+    raise ConfigError(
+        f"device memory is {short} bytes too small: {needed} are needed ({names}, {spare} spare rows "
+        f"{spare * spec.row_bytes}, {fewest} slots {fewest * spec.row_bytes}), and device_memory_ratio="
+        f"{config.device_memory_ratio} of {device_bytes} allows {allowed}. What helps: "
+        + (", or ".join(remedies) if remedies else f"a device with {needed} bytes free")
+    )
+
+
+def _check_host(plan: MemoryPlan, host_bytes: int | None):
+    if not host_bytes:
+        return
+    allowed = math.floor(PINNED_SHARE * host_bytes)
+    if plan.pool_bytes > allowed:
+        raise ConfigError(
+            f"host memory is {plan.pool_bytes - allowed} bytes too small: the experts take {plan.pool_bytes}, and "
+            f"{PINNED_SHARE:.0%} of {host_bytes} allows {allowed}. What helps: experts in a smaller format "
+            "(python -m moe_jax.convert), or more memory"
+        )

@@ -1,0 +1,159 @@
+"""The plan of memory: it is what a load really takes, it fits, and what does not fit is refused with a way out."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moe_jax.engine.loading as loading
+from host_offload.store import RowSpec
+from moe_jax import MoE, OffloadConfig
+from moe_jax.checkpoint import open_checkpoint
+from moe_jax.engine.loading import map_experts, read_model_config
+from moe_jax.errors import ConfigError
+from moe_jax.models.mixtral.config import MixtralConfig
+from moe_jax.models.registry import abstract_params
+from moe_jax.planner import WORKSPACE_BYTES, params_bytes, plan_memory
+
+GIB = 1 << 30
+CFG = MixtralConfig.from_hf(
+    {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096,
+    }
+)
+DTYPE = np.dtype(np.float32)
+SPEC = RowSpec({name: (shape, DTYPE) for name, shape in CFG.expert_row_shapes().items()}, L=4, E=8)
+ROW, DENSE = SPEC.row_bytes, 10**6
+SPARE_ROWS = 8  # both a decode step of 8 sequences and two prefill rounds of half a layer's experts
+
+
+def plan(device_bytes=2 * GIB, host_bytes=None, **config):
+    config = OffloadConfig.parse(config)
+    return plan_memory(CFG, DTYPE, config, SPEC, dense_bytes=DENSE, device_bytes=device_bytes, host_bytes=host_bytes)
+
+
+# One of each family, with states, latents, sources and packed experts among them.
+@pytest.mark.parametrize(
+    "name",
+    (
+        "mixtral",
+        "qwen3_moe_gptq",
+        "qwen3_5_moe",
+        "olmoe",
+        "deepseek_v2_lite",
+        "deepseek_v3_fp8",
+        "deepseek_v4_fp4",
+        "jamba",
+        "gpt_oss_mxfp4",
+        "dbrx",
+        "nllb_moe",
+    ),
+)
+def test_a_load_takes_what_was_planned_without_weights(name, tiny):
+    config = OffloadConfig.parse({"cache_rate": 0.5, "max_batch": 2, "progress": False, "transport": "callback"})
+    with open_checkpoint(tiny(name)) as files:
+        cfg = read_model_config(files)
+        dtype = loading.compute_dtype(config, files)
+        _, store, _ = map_experts(files, cfg, dtype)
+        dense = params_bytes(abstract_params(cfg, dtype)[1])
+        planned = plan_memory(cfg, dtype, config, store.spec, dense_bytes=dense, device_bytes=None)
+    with MoE(tiny(name), config) as moe:
+        assert planned.memory() == moe.stats()["memory"]
+        engine, builder = moe._engine, moe._builder
+        assert planned.dense_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(builder.parts.params))
+        assert planned.kv_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(engine._kv))
+        banks = sum(bank.nbytes for bank in engine.cache.banks.values())
+        assert planned.slots.nbytes + planned.spare_bytes == banks
+        assert planned.pool_bytes == sum(slab.nbytes for layer in builder.pool.slabs for slab in layer.values())
+
+
+def test_a_gpus_plan_adds_up():
+    found = plan(cache_rate=0.5, kv_cache_ratio=0.001)
+    assert (
+        found.kv_bytes == found.kv_pages * 64 * 4 * 2 * 2 * 16 * 4
+    )  # tokens, layers, k and v, heads, head width, float32
+    assert (found.slots.total, found.slots.per_layer, found.spare_rows) == (16, (4, 4, 4, 4), SPARE_ROWS)
+    assert found.workspace_bytes == WORKSPACE_BYTES and found.pool_bytes == 32 * ROW
+    assert found.total_device_bytes == DENSE + found.kv_bytes + WORKSPACE_BYTES + (16 + SPARE_ROWS) * ROW
+
+
+def test_kv_cache_ratio_sets_the_pages_between_one_and_all_sequences():
+    token = CFG.kv_bytes_per_token(DTYPE)
+    some = plan(kv_cache_ratio=0.01, max_batch=8, cache_rate=0.5)
+    assert some.kv_pages == int(0.01 * 2 * GIB) // (64 * token) + 8 + 1
+    assert plan(kv_cache_ratio=0, cache_rate=0.5).kv_pages == 4096 // 64 + 9, "one longest sequence"
+    assert plan(kv_cache_ratio=0.3, cache_rate=0.5).kv_pages == 8 * 4096 // 64 + 9, "no more than max_batch of them"
+
+
+def test_auto_is_resident_where_all_of_it_fits_and_only_there():
+    resident = plan(kv_cache_ratio=0)
+    assert (resident.transport, resident.slots.total, resident.pool_bytes) == ("resident", 32, 0)
+    allowed = 0.75  # of the device
+    exact = -int(-resident.total_device_bytes // allowed)
+    assert plan(device_bytes=exact, kv_cache_ratio=0).transport == "resident"
+    offloaded = plan(device_bytes=exact - 8, kv_cache_ratio=0)
+    assert (offloaded.transport, offloaded.slots.total, offloaded.pool_bytes) == ("device", 31, 32 * ROW)
+    assert plan(cache_rate=1.0).transport == "device", "a size was asked for"
+
+
+def test_what_does_not_fit_is_refused_with_the_bytes_that_lack():
+    least = plan(expert_slots=4, kv_cache_ratio=0)
+    device = least.total_device_bytes
+    assert plan(device, device_memory_ratio=1, expert_slots=4, kv_cache_ratio=0) is not None
+    with pytest.raises(ConfigError, match=r"^device memory is 1 bytes too small.*scope='global'.*max_sequence_length"):
+        plan(device - 1, device_memory_ratio=1, expert_slots=4, kv_cache_ratio=0)
+    with pytest.raises(ConfigError, match=r"What helps: device_memory_ratio=1\.0"):
+        plan(device, device_memory_ratio=0.999, expert_slots=4, kv_cache_ratio=0)
+    with pytest.raises(ConfigError, match=f"take {5 * ROW} bytes, {ROW} more than .*4 slots would fit"):
+        plan(device, device_memory_ratio=1, expert_slots=5, kv_cache_ratio=0)
+    with pytest.raises(ConfigError, match="transport='device', which leaves"):
+        plan(device, device_memory_ratio=1, transport="resident", kv_cache_ratio=0)
+    with pytest.raises(ConfigError, match=r"host memory is \d+ bytes too small: the experts take 1572864"):
+        plan(host_bytes=32 * ROW, cache_rate=0.5)
+    assert plan(host_bytes=32 * ROW, transport="resident", kv_cache_ratio=0).pool_bytes == 0
+    with pytest.raises(ConfigError, match="max_sequence_length=5000: the model was made for 4096"):
+        plan(max_sequence_length=5000)
+
+
+@given(
+    st.integers(GIB, 2 * GIB),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.sampled_from([{}, {"cache_rate": 0.3}, {"expert_slots": 7}, {"expert_cache_bytes": 500_000}]),
+    st.sampled_from(["layer", "global"]),
+    st.sampled_from(["auto", "device", "callback"]),
+)
+def test_a_plan_fits_or_says_why_not(device, ratio, kv, size, scope, transport):
+    config = size | {"device_memory_ratio": ratio, "kv_cache_ratio": kv, "scope": scope, "transport": transport}
+    try:
+        found = plan(device, **config)
+    except ConfigError as error:
+        assert "bytes too small" in str(error) or "slots" in str(error)
+    else:
+        assert found.total_device_bytes <= ratio * device
+        assert found.slots.total >= (4 if scope == "layer" else 1)
+        assert found.kv_pages >= 4096 // 64 + 9
+        assert sum(v for k, v in found.memory().items() if k not in ("kv_pages", "device_bytes", "pool_bytes")) == (
+            found.total_device_bytes
+        )
+
+
+def test_a_load_that_does_not_fit_touches_no_weight(tiny, monkeypatch):
+    def loaded(*_, **__):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(loading, "device_bytes", lambda: GIB)
+    monkeypatch.setattr(loading, "load_params", loaded)
+    with pytest.raises(ConfigError, match="device memory is .* bytes too small"):
+        MoE(tiny("mixtral"), {"progress": False})
