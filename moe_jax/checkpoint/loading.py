@@ -54,14 +54,19 @@ def load_params(
     return _nest(abstract, arrays)
 
 
-def load_prepared_params(checkpoint: PreparedCheckpoint, abstract: Mapping[str, Any]) -> dict[str, Any]:
+def load_prepared_params(
+    checkpoint: PreparedCheckpoint, abstract: Mapping[str, Any], *, progress: bool | None = None
+) -> dict[str, Any]:
     """The same from a prepared checkpoint, which must have been checked: nothing is decoded."""
     leaves = dict(_leaves(abstract))
+    with byte_bar("dense weights", checkpoint.params_nbytes, progress) as advance:
 
-    def put(path: str, array: np.ndarray) -> jax.Array:
-        return _to_device([array], np.dtype(leaves[path].dtype))
+        def put(path: str, array: np.ndarray) -> jax.Array:
+            on_device = jax.block_until_ready(_to_device([array], np.dtype(leaves[path].dtype)))
+            advance(array.nbytes)
+            return on_device
 
-    return _nest(abstract, checkpoint.load_params(put))
+        return _nest(abstract, checkpoint.load_params(put))
 
 
 def conversions(weight_map: WeightMap, abstract: Mapping[str, Any]) -> dict[str, int]:

@@ -19,6 +19,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import threading
 import zlib
@@ -72,6 +73,13 @@ class PreparedCheckpoint:
         self.dtype: str = header["dtype"]
         self.gate_up, self.down = (_format_of(header["formats"][name]) for name in ("gate_up", "down"))
         self._header = header
+        self._params = [
+            {path: (tuple(shape), jnp.dtype(dtype)) for path, (shape, dtype) in group.items()}
+            for group in header["params"]
+        ]
+        counts = [len(found) for key in ("rows_crc32", "params_crc32") for found in header[key]]
+        if counts != [len(tensors)] * self.spec.L + [len(group) for group in self._params]:
+            raise ValueError("not a checksum for every array")
 
     @classmethod
     def open(cls, directory: str | os.PathLike) -> PreparedCheckpoint:
@@ -84,9 +92,10 @@ class PreparedCheckpoint:
             raise CheckpointError(f"{path} cannot be read ({error}): convert the checkpoint again") from error
         if not isinstance(header, dict) or (header.get("format"), header.get("version")) != (FORMAT, VERSION):
             raise CheckpointError(f"{path} is not version {VERSION} of a {FORMAT}: convert the checkpoint again")
+        configs = read_config(directory)
         try:
-            return cls(directory, *read_config(directory), header)
-        except (KeyError, TypeError, AttributeError) as error:
+            return cls(directory, *configs, header)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged ({error!r}): convert the checkpoint again") from error
 
     def fingerprint(self) -> str:
@@ -117,7 +126,7 @@ class PreparedCheckpoint:
                     f"{self.spec.L} MoE layers of {self.spec.E} experts {found}, but config.json describes {L} of {E}, "
                     f"{wanted}"
                 )
-        stored = {path: tuple(shape) for group in self._header["params"] for path, (shape, _) in group.items()}
+        stored = {path: shape for group in self._params for path, (shape, _) in group.items()}
         if odd := sorted(path for path in stored.keys() | targets.keys() if stored.get(path) != targets.get(path)):
             problems.append(f"parameters that config.json describes otherwise: {listed(odd)}")
         if problems:
@@ -131,11 +140,16 @@ class PreparedCheckpoint:
     def load_params(self, put: Callable[[str, np.ndarray], Any]) -> dict[str, Any]:
         """{dotted path: what `put(path, array)` makes of it} of all dense parameters, some at a time."""
         loaded = {}
-        for i, group in enumerate(self._header["params"]):
+        for i, group in enumerate(self._params):
             like = {path: _like(shape, dtype) for path, (shape, dtype) in group.items()}
             arrays = load_arrays(self.directory / "params" / str(i), like, self._header["params_crc32"][i])
             loaded |= {path: put(path, array) for path, array in arrays.items()}
         return loaded
+
+    @property
+    def params_nbytes(self) -> int:
+        """Bytes of all dense parameters, as stored."""
+        return sum(math.prod(shape) * dtype.itemsize for group in self._params for shape, dtype in group.values())
 
     def layer(self, i: int) -> dict[str, np.ndarray]:
         """The row tensors [E, *shape] of MoE layer i, as stored, checked against their checksums."""

@@ -21,13 +21,13 @@ import numpy as np
 from moe_jax.checkpoint.loading import decoded
 from moe_jax.checkpoint.logical import Faults, LogicalTensor, gather, group_names
 from moe_jax.checkpoint.mapping import WeightMap
-from moe_jax.checkpoint.new_directory import copy_companions, new_directory, require_new
-from moe_jax.checkpoint.prepared import is_prepared
+from moe_jax.checkpoint.new_directory import copy_companions, new_directory
 from moe_jax.checkpoint.progress import byte_bar
 from moe_jax.checkpoint.quantization import Quantization
 from moe_jax.checkpoint.reader import Checkpoint, TensorInfo, listed, raise_problems
 from moe_jax.checkpoint.writer import write_safetensors
 from moe_jax.conversion.report import ErrorReport
+from moe_jax.conversion.source import open_source
 from moe_jax.conversion.weights import BF16, Target, convert
 from moe_jax.engine.loading import map_weights, read_model_config
 from moe_jax.errors import CheckpointError
@@ -57,10 +57,7 @@ def write_hub_layout(
         CheckpointError: as `prepare`; also for a layout or format that has no such files, with what does it.
     """
     source, destination = Path(source).expanduser(), Path(destination).expanduser()
-    require_new(destination)
-    if is_prepared(source):
-        raise CheckpointError(f"{source} is a prepared checkpoint already: convert the one that it was made of")
-    with Checkpoint.open(source) as checkpoint:
+    with open_source(source, destination) as checkpoint:
         weights = map_weights(checkpoint, cfg := read_model_config(checkpoint))
         quantization = Quantization.from_hf(checkpoint.config)
         faults: Faults = {}
@@ -142,8 +139,8 @@ def _require_packable(
     stacked = [name for name, (_, e) in experts.items() if e is None]
     if stacked or views != {None}:
         raise CheckpointError(
-            f"{source} does not hold its experts' matrices one by one (such as {(stacked or list(experts))[0]}), as "
-            f"files of packed ones must: {_REMEDY}"
+            f"{source} holds its experts' matrices stacked, transposed or padded (such as "
+            f"{(stacked or list(experts))[0]}), and files of packed ones hold each by itself: {_REMEDY}"
         )
 
 

@@ -15,12 +15,13 @@ import numpy as np
 from host_offload.store import ExpertStore, RowSpec, StoreError
 from moe_jax.checkpoint.loading import load_parameter
 from moe_jax.checkpoint.mapping import WeightMap
-from moe_jax.checkpoint.new_directory import copy_companions, new_directory, require_new
-from moe_jax.checkpoint.prepared import PreparedCheckpoint, PreparedWriter, is_prepared, open_checkpoint
+from moe_jax.checkpoint.new_directory import copy_companions, new_directory
+from moe_jax.checkpoint.prepared import PreparedCheckpoint, PreparedWriter
 from moe_jax.checkpoint.progress import byte_bar
 from moe_jax.checkpoint.reader import Checkpoint
 from moe_jax.config import OffloadConfig
 from moe_jax.conversion.report import ErrorReport
+from moe_jax.conversion.source import open_source
 from moe_jax.conversion.weights import BF16, Errors, Target, convert, decoded
 from moe_jax.engine.loading import compute_dtype, map_weights, read_model_config
 from moe_jax.errors import CheckpointError
@@ -55,10 +56,7 @@ def prepare(
             fit the format; `destination` exists; too little space on the disk.
     """
     source, destination = Path(source).expanduser(), Path(destination).expanduser()
-    require_new(destination)
-    if is_prepared(source):
-        raise CheckpointError(f"{source} is a prepared checkpoint already: convert the one that it was made of")
-    with open_checkpoint(source) as checkpoint:
+    with open_source(source, destination) as checkpoint:
         cfg = read_model_config(checkpoint)
         weights = map_weights(checkpoint, cfg)
         dtype = compute_dtype(OffloadConfig(), checkpoint)

@@ -187,6 +187,15 @@ def test_another_models_config_is_one_error(copy):
         assert text in str(error.value)
 
 
+@pytest.mark.parametrize("key", ("rows_crc32", "params_crc32", "params", "formats"))
+def test_a_header_that_lost_something(key, copy):
+    header = json.loads((copy / "prepared.json").read_text())
+    header[key] = header[key][:-1] if isinstance(header[key], list) else {}
+    (copy / "prepared.json").write_text(json.dumps(header))
+    with pytest.raises(CheckpointError, match=r"prepared.json is damaged \(.*convert the checkpoint again"):
+        MoE(copy, CONFIG)
+
+
 @pytest.mark.parametrize("content", ("", "{}", '{"format": "moe_jax prepared checkpoint", "version": 1}'))
 def test_a_damaged_header(content, copy):
     (copy / "prepared.json").write_text(content)
