@@ -125,12 +125,13 @@ def check_memory(moe) -> None:
         assert memory["state_bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(states))
 
 
-def check_nothing_is_copied(moe, batch: int) -> None:
-    """No program copies the pages of a pool, nor the decode loop the banks or what a layer keeps a sequence."""
-    cfg, engine = moe.model_config, moe._engine
-    states = jax.tree.leaves(create_states(cfg.cache_layout(), power_of_two(batch), moe.dtype))
+def check_nothing_is_copied(name: str, moe, batch: int) -> None:
+    """No program copies the pages of a pool, nor the decode loop the banks."""
+    engine, kept = moe._engine, jax.tree.leaves(moe._engine.cache.banks)
+    if name.startswith("qwen3_5_moe"):  # its states are megabytes a layer and sequence in real models
+        kept += jax.tree.leaves(create_states(moe.model_config.cache_layout(), power_of_two(batch), moe.dtype))
     pages = {pool.shape for pool in jax.tree.leaves(engine._kv)}
-    kept = {leaf.shape for leaf in (*states, *jax.tree.leaves(engine.cache.banks)) if leaf.ndim > 2}
+    kept = {leaf.shape for leaf in kept if leaf.ndim > 2}
     for program, text in engine.programs.texts():
         copies = [line for line in text.splitlines() if " copy(" in line]
         for shape in pages | (kept if program == "decode" else set()):
@@ -171,7 +172,7 @@ def test_offloaded_equals_resident_and_transformers(name, batch, tiny, expected,
             assert misses > 0, "this is about offloaded experts"
             # A chunk, the first token and the decode loop, or an encoder, a start token and so on: for all settings.
             assert one.moe._engine.programs.compilations == (4 if one.moe.model_config.encoder_decoder else 3)
-            check_nothing_is_copied(one.moe, batch)
+            check_nothing_is_copied(name, one.moe, batch)
 
 
 def replay_of(moe) -> Replay | None:
