@@ -23,13 +23,17 @@ class Quantization:
             "compressed-tensors": 4-bit integers with a scale for each group of columns. "mxfp4": gpt-oss.
         size: side of an FP8 block, or columns of an INT4 group (`WHOLE_ROW`: all of a row); None for "mxfp4".
         stored_zero_offset: what GPTQ's first version has subtracted from zero points: 1, else 0.
-        zero_points: compressed-tensors: whether weights have zero points ("symmetric" is false).
+        zero_points: GPTQ ("sym" is false) and compressed-tensors ("symmetric" is false): whether groups have zero
+            points other than the middle.
+        column_order: GPTQ ("desc_act") and compressed-tensors ("actorder"): whether columns may have to be sorted to
+            bring their groups together. Files of GPTQ decide this and the former; a plan without files relies on them.
     """
 
     method: str
     size: int | None = None
     stored_zero_offset: int = 0
     zero_points: bool = False
+    column_order: bool = False
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self | None:
@@ -119,7 +123,12 @@ def _read_fp8(fields: _Fields) -> dict[str, Any]:
 def _read_gptq(fields: _Fields) -> dict[str, Any]:
     fields.only("bits", (4,))
     version = fields.only("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    return {"size": fields.group("group_size"), "stored_zero_offset": 1 if version == "gptq" else 0}
+    return {
+        "size": fields.group("group_size"),
+        "stored_zero_offset": 1 if version == "gptq" else 0,
+        "zero_points": fields.take("sym", True) is False,
+        "column_order": fields.take("desc_act", False) is True,
+    }
 
 
 def _read_awq(fields: _Fields) -> dict[str, Any]:
@@ -158,4 +167,6 @@ def _read_compressed_group(fields: _Fields) -> dict[str, Any]:
     strategy = weights.only("strategy", ("group", "channel"))
     size = weights.group("group_size") if strategy == "group" else WHOLE_ROW
     symmetric = weights.only("symmetric", (True, False))
-    return {"size": size, "zero_points": symmetric is False}
+    # "weight" and "static" reorder columns only while weights are being quantised.
+    sorts = weights.take("actorder", None) in ("group", "dynamic", True)
+    return {"size": size, "zero_points": symmetric is False, "column_order": sorts}

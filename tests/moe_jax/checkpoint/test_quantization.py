@@ -38,14 +38,21 @@ def changed(content, path, value):
 def test_supported_formats():
     assert read(FP8) == Quantization("fp8", 128)
     assert read(FP8 | {"weight_block_size": [64, 64], "scale_fmt": "ue8m0"}) == Quantization("fp8", 64)
-    assert read(GPTQ) == Quantization("gptq", 128, stored_zero_offset=1)
-    assert read(changed(GPTQ, "checkpoint_format", None)) == Quantization("gptq", 128, stored_zero_offset=1)
-    assert read(GPTQ | {"checkpoint_format": "gptq_v2", "group_size": -1}) == Quantization("gptq", WHOLE_ROW)
+    assert read(GPTQ) == Quantization("gptq", 128, stored_zero_offset=1, column_order=True)
+    assert read(changed(GPTQ, "checkpoint_format", None)) == read(GPTQ)
+    assert read(GPTQ | {"checkpoint_format": "gptq_v2", "group_size": -1, "sym": False, "desc_act": False}) == (
+        Quantization("gptq", WHOLE_ROW, zero_points=True)
+    )
     assert read(AWQ) == Quantization("awq", 64)
     assert read({"quant_method": "awq", "w_bit": 4, "q_group_size": 32}) == Quantization("awq", 32)
     assert read(CT) == Quantization("compressed-tensors", 32)
     weights = "config_groups.group_0.weights"
     assert read(changed(CT, f"{weights}.symmetric", False)).zero_points
+    assert [read(changed(CT, f"{weights}.actorder", value)).column_order for value in ("group", "weight", None)] == [
+        True,
+        False,
+        False,
+    ]
     assert read(changed(CT, f"{weights}.strategy", "channel")).size == WHOLE_ROW
     assert read({"quant_method": "mxfp4"}) == Quantization("mxfp4")
 
