@@ -218,23 +218,27 @@ def _check_device(config: OffloadConfig, spec: RowSpec, parts: Mapping[str, int]
     short = needed - allowed
     if short <= 0:
         return
-    remedies = []
-    if needed <= device_bytes:
-        remedies.append(f"device_memory_ratio={math.ceil(needed / device_bytes * 1000) / 1000}")
+    gains = {}  # what would help -> the most bytes that it can give
+    if device_bytes > allowed:
+        ratio = min(1.0, math.ceil(needed / device_bytes * 1000) / 1000)
+        gains[f"device_memory_ratio={ratio}"] = device_bytes - allowed
     if config.transport == "resident":
-        remedies.append("transport='device', which leaves experts in host memory")
-    elif config.scope == "layer" and spec.L > 1 and short <= (spec.L - 1) * spec.row_bytes:
-        remedies.append("scope='global', which needs one slot")
-    if parts["kv_bytes"] + parts["state_bytes"] >= short:
-        remedies.append("a smaller max_sequence_length, max_batch or kv_cache_ratio")
-    if (fewest + spare) * spec.row_bytes >= short:
-        remedies.append("experts in a smaller format (python -m moe_jax.convert)")
+        gains["transport='device', which leaves experts in host memory"] = (fewest - spec.L) * spec.row_bytes
+    elif fewest > 1:
+        gains["scope='global', which needs one slot"] = (fewest - 1) * spec.row_bytes
+    gains["a smaller max_sequence_length, max_batch or kv_cache_ratio"] = parts["kv_bytes"] + parts["state_bytes"]
+    gains["experts in a smaller format (python -m moe_jax.convert)"] = (fewest + spare) * spec.row_bytes
+    alone = {text: n for text, n in gains.items() if n >= short}
+    if sum(gains.values()) < short:
+        advice = f"a device with {needed} bytes; no setting frees so many"
+    else:
+        joint, helps = (", or ", alone) if alone else (", together with ", gains)
+        advice = joint.join(f"{text} (at most {n} bytes)" for text, n in helps.items() if n)
     names = ", ".join(f"{name.removesuffix('_bytes')} {nbytes}" for name, nbytes in parts.items())
     raise ConfigError(
         f"device memory is {short} bytes too small: {needed} are needed ({names}, {spare} spare rows "
         f"{spare * spec.row_bytes}, {fewest} slots {fewest * spec.row_bytes}), and device_memory_ratio="
-        f"{config.device_memory_ratio} of {device_bytes} allows {allowed}. What helps: "
-        + (", or ".join(remedies) if remedies else f"a device with {needed} bytes free")
+        f"{config.device_memory_ratio} of {device_bytes} allows {allowed}. What helps: {advice}"
     )
 
 

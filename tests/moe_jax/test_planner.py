@@ -113,10 +113,18 @@ def test_what_does_not_fit_is_refused_with_the_bytes_that_lack():
     assert plan(device, device_memory_ratio=1, expert_slots=4, kv_cache_ratio=0) is not None
     with pytest.raises(ConfigError, match=r"^device memory is 1 bytes too small.*scope='global'.*max_sequence_length"):
         plan(device - 1, device_memory_ratio=1, expert_slots=4, kv_cache_ratio=0)
-    with pytest.raises(ConfigError, match=r"What helps: device_memory_ratio=1\.0"):
+    with pytest.raises(ConfigError, match=r"What helps: device_memory_ratio=1\.0 \(at most \d+ bytes\), or "):
         plan(device, device_memory_ratio=0.999, expert_slots=4, kv_cache_ratio=0)
     with pytest.raises(ConfigError, match=f"take {5 * ROW} bytes, {ROW} more than .*4 slots would fit"):
         plan(device, device_memory_ratio=1, expert_slots=5, kv_cache_ratio=0)
+    short = dict(expert_slots=4, kv_cache_ratio=0, max_sequence_length=64, max_batch=1)
+    fits = plan(**short).total_device_bytes
+    with pytest.raises(
+        ConfigError, match=r"device_memory_ratio=1\.0 .*, together with scope='global'.*, together with"
+    ):
+        plan(fits - 500_000, device_memory_ratio=0.999, **short)
+    with pytest.raises(ConfigError, match=f"a device with {device} bytes; no setting"):
+        plan(DENSE, expert_slots=4, kv_cache_ratio=0)
     with pytest.raises(ConfigError, match="transport='device', which leaves"):
         plan(device, device_memory_ratio=1, transport="resident", kv_cache_ratio=0)
     with pytest.raises(ConfigError, match=r"host memory is \d+ bytes too small: the experts take 1572864"):

@@ -48,11 +48,8 @@ def test_supported_formats():
     assert read(CT) == Quantization("compressed-tensors", 32)
     weights = "config_groups.group_0.weights"
     assert read(changed(CT, f"{weights}.symmetric", False)).zero_points
-    assert [read(changed(CT, f"{weights}.actorder", value)).column_order for value in ("group", "weight", None)] == [
-        True,
-        False,
-        False,
-    ]
+    assert not read(CT).column_order and not read(changed(CT, f"{weights}.actorder", "weight")).column_order
+    assert read(changed(CT, f"{weights}.actorder", "group")).column_order
     assert read(changed(CT, f"{weights}.strategy", "channel")).size == WHOLE_ROW
     assert read({"quant_method": "mxfp4"}) == Quantization("mxfp4")
 
