@@ -309,15 +309,22 @@ class PackedRows:
     def _read(self, layer: int, offset: int, out: np.ndarray) -> None:
         if not self._files:
             raise StoreError(f"{self.directory}: these packed rows were closed")
-        target = memoryview(out.reshape(-1).view(np.uint8))
-        done = 0
-        while done < len(target):  # one system call moves at most 2 GiB
-            got = os.preadv(self._files[layer], [target[done:]], offset + done)
-            if got == 0:
-                raise StoreError(
-                    f"{self.directory}: the file of MoE layer {layer} ends early: it was changed while open"
-                )
-            done += got
+        try:
+            read_at(self._files[layer], offset, out)
+        except EOFError as error:
+            raise StoreError(
+                f"{self.directory}: the file of MoE layer {layer} ends early: it was changed while open"
+            ) from error
+
+
+def read_at(file: int, offset: int, out: np.ndarray) -> None:
+    """Fills `out`, of any shape and C-contiguous, with a file's bytes from `offset` on. Raises EOFError if it ends."""
+    target, done = memoryview(out.reshape(-1).view(np.uint8)), 0
+    while done < len(target):  # one system call moves at most 2 GiB
+        got = os.preadv(file, [target[done:]], offset + done)
+        if got == 0:
+            raise EOFError(f"the file ends {len(target) - done} bytes early")
+        done += got
 
 
 def row_stride(spec: RowSpec) -> int:

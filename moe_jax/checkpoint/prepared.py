@@ -7,8 +7,9 @@ A prepared checkpoint is a directory that `moe_jax.conversion` writes and `MoE` 
     params/<i>          orbax checkpoint of some dense parameters by dotted path, already decoded
     config.json, ...    of the source, as they are
 
-Nothing is repacked or decoded while it is loaded: a layer is read as it lies on the disk and copied into the pool. One
-checkpoint a layer keeps memory to a layer at a time, in writing and in reading.
+Nothing is repacked or decoded while it is loaded. orbax writes the rows without compression, one file an array, so that
+each row is read from its place in the file straight into the pool; any other program opens them through orbax. One
+checkpoint a layer keeps memory to a layer at a time.
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ import json
 import logging
 import math
 import os
-import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.store import RowSpec, copy_values
+from host_offload.store import RowSpec, copy_values, read_at
 from moe_jax.checkpoint.reader import Checkpoint, listed, raise_problems, read_config
 from moe_jax.errors import CheckpointError
 from pallas_kernels.expert_ffn import ExpertSpec
@@ -41,10 +41,7 @@ from pallas_kernels.formats import FP8, INT4, MXFP4, Dense, Format
 FORMAT, VERSION = "moe_jax prepared checkpoint", 1
 HEADER = "prepared.json"
 _FORMATS: dict[str, type[Format]] = {form.name: form for form in (Dense, FP8, INT4, MXFP4)}
-# Chunks of an array, so that one is written and read by several threads.
-_CHUNK_BYTES = 64 << 20
-# As many threads may fill a pool at once: of so many experts the layers are kept.
-_MOST_THREADS = 32
+_REMEDY = "it was damaged or belongs to another conversion: convert the checkpoint again"
 
 
 def is_prepared(directory: str | os.PathLike) -> bool:
@@ -77,8 +74,10 @@ class PreparedCheckpoint:
             {path: (tuple(shape), jnp.dtype(dtype)) for path, (shape, dtype) in group.items()}
             for group in header["params"]
         ]
-        counts = [len(found) for key in ("rows_crc32", "params_crc32") for found in header[key]]
-        if counts != [len(tensors)] * self.spec.L + [len(group) for group in self._params]:
+        rows = [{name: len(checksums) for name, (_, checksums) in layer.items()} for layer in header["rows"]]
+        params = [len(checksums) for checksums in header["params_crc32"]]
+        every = dict.fromkeys(tensors, self.spec.E)
+        if rows != [every] * self.spec.L or params != [len(group) for group in self._params]:
             raise ValueError("not a checksum for every array")
 
     @classmethod
@@ -151,10 +150,10 @@ class PreparedCheckpoint:
         """Bytes of all dense parameters, as stored."""
         return sum(math.prod(shape) * dtype.itemsize for group in self._params for shape, dtype in group.values())
 
-    def layer(self, i: int) -> dict[str, np.ndarray]:
-        """The row tensors [E, *shape] of MoE layer i, as stored, checked against their checksums."""
-        like = {name: _like((self.spec.E, *shape), dtype) for name, (shape, dtype) in self.spec.tensors.items()}
-        return load_arrays(self.directory / "rows" / str(i), like, self._header["rows_crc32"][i])
+    def row_file(self, layer: int, name: str) -> tuple[Path, list[int]]:
+        """(file that holds this row tensor of all experts of a MoE layer, one after another, each row's CRC-32)."""
+        file, checksums = self._header["rows"][layer][name]
+        return self.directory / file, checksums
 
     def close(self) -> None:
         """Nothing stays open."""
@@ -169,68 +168,56 @@ class PreparedCheckpoint:
 class PreparedRows:
     """The rows of a prepared checkpoint as a `host_offload.store.RowSource`; thread-safe.
 
-    A layer is read whole when the first of its rows is asked for, and forgotten with the last.
+    A row tensor is read straight into the caller's memory from the file that orbax wrote, and its checksum compared.
     """
 
     def __init__(self, checkpoint: PreparedCheckpoint, compute_dtype: np.dtype):
-        stored, self._checkpoint = checkpoint.spec, checkpoint
-        words = {
+        self._checkpoint, self._stored = checkpoint, checkpoint.spec
+        packed = {
             name + suffix
             for name, form in (("gate_up", checkpoint.gate_up), ("down", checkpoint.down))
             for suffix in (() if isinstance(form, Dense) else form.suffixes)
         }
         tensors = {
-            name: (shape, dtype if name in words or dtype.itemsize <= compute_dtype.itemsize else compute_dtype)
-            for name, (shape, dtype) in stored.tensors.items()
+            name: (shape, dtype if name in packed or dtype.itemsize <= compute_dtype.itemsize else compute_dtype)
+            for name, (shape, dtype) in self._stored.tensors.items()
         }
-        self.spec = RowSpec(tensors, L=stored.L, E=stored.E)
-        self._kept = -(-_MOST_THREADS // stored.E) + 1
-        self._layers: OrderedDict[int, Future] = OrderedDict()
-        self._unread: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self.spec = RowSpec(tensors, L=self._stored.L, E=self._stored.E)
 
     def read(self, layer: int, e: int, name: str, out: np.ndarray) -> None:
         """Writes the tensor `name` of expert `e` in MoE layer `layer` into `out` [*shape], in place."""
         self.spec.check(layer, name, out, e=e)
-        copy_values(out, self._of(layer)[name][e, ...])
-        self._served(layer, 1)
+        shape, dtype = self._stored.tensors[name]
+        values = out if out.dtype == dtype else np.empty(shape, dtype)
+        read_row(*self._checkpoint.row_file(layer, name), e, values)
+        if values is not out:
+            copy_values(out, values)
 
     def fill(self, layer: int, name: str, out: np.ndarray) -> None:
         """Writes that tensor of all E experts of MoE layer `layer` into `out` [E, *shape], in place."""
-        self.spec.check(layer, name, out, rows=self.spec.E)
-        copy_values(out, self._of(layer)[name])
-        self._served(layer, self.spec.E)
+        for e in range(self.spec.E):
+            self.read(layer, e, name, out[e, ...])
 
     def fingerprint(self) -> str:
         """The checkpoint's fingerprint."""
         return self._checkpoint.fingerprint()
 
     def close(self) -> None:
-        """Forgets what was read."""
-        with self._lock:
-            self._layers.clear()
+        """Nothing stays open."""
 
-    def _of(self, layer: int) -> Mapping[str, np.ndarray]:
-        with self._lock:
-            future = self._layers.get(layer)
-            ours = future is None
-            if ours:
-                while len(self._layers) >= self._kept:
-                    self._layers.popitem(last=False)
-                future = self._layers[layer] = Future()
-                self._unread[layer] = self.spec.E * len(self.spec.tensors)
-        if ours:
-            try:
-                future.set_result(self._checkpoint.layer(layer))
-            except BaseException as error:
-                future.set_exception(error)
-        return future.result()
 
-    def _served(self, layer: int, rows: int) -> None:
-        with self._lock:
-            self._unread[layer] -= rows
-            if self._unread[layer] <= 0:
-                self._layers.pop(layer, None)
+def read_row(path: Path, checksums: Sequence[int], e: int, out: np.ndarray) -> None:
+    """Fills `out` with row `e` of a file of such rows; raises `CheckpointError` unless it has its checksum."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            read_at(file, e * out.nbytes, out)
+        finally:
+            os.close(file)
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): {_REMEDY}") from error
+    if _crc32(out) != checksums[e]:
+        raise CheckpointError(f"{path}: the values of expert {e} are not those of {HEADER}: {_REMEDY}")
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
@@ -247,22 +234,33 @@ class PreparedWriter:
             "dtype": dtype,
             "formats": {name: _format_dict(getattr(experts, name)) for name in ("gate_up", "down")},
             "spec": spec.to_dict(),
-            "rows_crc32": [],
+            "rows": [],
             "params": [],
             "params_crc32": [],
         }
 
     def layer(self, arrays: Mapping[str, np.ndarray]) -> None:
         """The next MoE layer's row tensors [E, *shape], in the order of the spec."""
-        checksums = self._header["rows_crc32"]
-        checksums.append(_save(self._into / "rows" / str(len(checksums)), arrays))
+        rows = self._header["rows"]
+        path = self._into / "rows" / str(len(rows))
+        save_arrays(path, arrays)
+        files = {name: _data_file(path, name, array.nbytes) for name, array in arrays.items()}
+        checksums = {name: [_crc32(row) for row in array] for name, array in arrays.items()}
+        for name, array in arrays.items():
+            again = np.empty(array.shape[1:], array.dtype)
+            for e in range(len(array)):
+                read_row(files[name], checksums[name], e, again)
+        rows.append({name: (files[name].relative_to(self._into).as_posix(), checksums[name]) for name in arrays})
 
     def params(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Some dense parameters by path."""
         shapes = {path: (list(array.shape), array.dtype.name) for path, array in arrays.items()}
         self._header["params"].append(shapes)
         checksums = self._header["params_crc32"]
-        checksums.append(_save(self._into / "params" / str(len(checksums)), arrays))
+        path = self._into / "params" / str(len(checksums))
+        save_arrays(path, arrays)
+        checksums.append([_crc32(array) for array in arrays.values()])
+        load_arrays(path, {name: _like(array.shape, array.dtype) for name, array in arrays.items()}, checksums[-1])
 
     def finish(self, source: str, conversion: Mapping[str, Any]) -> None:
         """Writes the header. source: fingerprint of the source; conversion: what was done, for people."""
@@ -273,16 +271,18 @@ class PreparedWriter:
             os.fsync(file.fileno())
 
 
-def _save(path: Path, arrays: Mapping[str, np.ndarray]) -> list[int]:
-    """Writes one orbax checkpoint, reads it again and returns the CRC-32 of each array."""
+def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes one orbax checkpoint, each array as it lies in memory. Raises OSError when the disk is full."""
     from orbax.checkpoint import v1 as ocp  # takes a second to import, which only prepared checkpoints should cost
 
     path.parent.mkdir(exist_ok=True)
 
     def save() -> None:
         context = ocp.Context()
-        context.array.saving.use_compression = False  # of random bits it would only cost time
-        context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+        # One file an array with nothing but its values, whose rows can be read where they are needed.
+        context.array.saving.use_compression = False
+        context.array.saving.use_ocdbt = False
+        context.array.saving.use_zarr3 = False
         with context, _quiet():
             ocp.save(path, dict(arrays))
 
@@ -294,25 +294,36 @@ def _save(path: Path, arrays: Mapping[str, np.ndarray]) -> list[int]:
         if "No space left" in str(error) or "quota exceeded" in str(error).lower():  # as tensorstore says it
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise
-    checksums = [_crc32(array) for array in arrays.values()]
-    load_arrays(path, {name: _like(array.shape, array.dtype) for name, array in arrays.items()}, checksums)
-    return checksums
+
+
+def _data_file(path: Path, name: str, nbytes: int) -> Path:
+    """The file of an orbax checkpoint that holds the values of the array `name` and nothing else."""
+    found = [
+        file
+        for file in path.rglob("*")
+        if name in file.relative_to(path).parts[:-1] and not file.name.startswith(".") and file.stat().st_size == nbytes
+    ]
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{path}: orbax-checkpoint {metadata.version('orbax-checkpoint')} does not write {name} as one plain file: "
+            "install 0.12.8"
+        )
+    return found[0]
 
 
 def load_arrays(path: Path, like: Mapping[str, np.ndarray], checksums: Sequence[int]) -> dict[str, np.ndarray]:
     """Reads an orbax checkpoint of arrays like these; raises `CheckpointError` if it has others or other values."""
     from orbax.checkpoint import v1 as ocp
 
-    remedy = "it was damaged or belongs to another conversion: convert the checkpoint again"
     try:
         with _quiet():
             arrays = ocp.load(path, dict(like))
     except Exception as error:  # whatever orbax and tensorstore raise for files that are missing or damaged
-        raise CheckpointError(f"{path} cannot be loaded ({str(error).splitlines()[0]}): {remedy}") from error
+        raise CheckpointError(f"{path} cannot be loaded ({str(error).splitlines()[0]}): {_REMEDY}") from error
     for (name, wanted), checksum in zip(like.items(), checksums, strict=True):
         array = arrays[name]
         if array.shape != wanted.shape or array.dtype != wanted.dtype or _crc32(array) != checksum:
-            raise CheckpointError(f"{path}: the values of {name} are not those of {HEADER}: {remedy}")
+            raise CheckpointError(f"{path}: the values of {name} are not those of {HEADER}: {_REMEDY}")
     return {name: arrays[name] for name in like}
 
 
