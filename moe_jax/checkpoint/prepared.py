@@ -79,6 +79,9 @@ class PreparedCheckpoint:
         every = dict.fromkeys(tensors, self.spec.E)
         if rows != [every] * self.spec.L or params != [len(group) for group in self._params]:
             raise ValueError("not a checksum for every array")
+        files = [Path(file) for layer in header["rows"] for file, _ in layer.values()]
+        if outside := [file for file in files if file.is_absolute() or ".." in file.parts]:
+            raise ValueError(f"{outside[0]} is outside the directory")
 
     @classmethod
     def open(cls, directory: str | os.PathLike) -> PreparedCheckpoint:
@@ -266,7 +269,7 @@ class PreparedWriter:
         """Writes the header. source: fingerprint of the source; conversion: what was done, for people."""
         content = self._header | {"source": source, "conversion": dict(conversion)}
         with open(self._into / HEADER, "x", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+            json.dump(content, file)
             file.flush()
             os.fsync(file.fileno())
 
@@ -306,7 +309,7 @@ def _data_file(path: Path, name: str, nbytes: int) -> Path:
     if len(found) != 1:
         raise CheckpointError(
             f"{path}: orbax-checkpoint {metadata.version('orbax-checkpoint')} does not write {name} as one plain file: "
-            "install 0.12.8"
+            "install orbax-checkpoint==0.12.8"
         )
     return found[0]
 
@@ -319,7 +322,9 @@ def load_arrays(path: Path, like: Mapping[str, np.ndarray], checksums: Sequence[
         with _quiet():
             arrays = ocp.load(path, dict(like))
     except Exception as error:  # whatever orbax and tensorstore raise for files that are missing or damaged
-        raise CheckpointError(f"{path} cannot be loaded ({str(error).splitlines()[0]}): {_REMEDY}") from error
+        raise CheckpointError(
+            f"{path} cannot be loaded ({(str(error) or repr(error)).splitlines()[0]}): {_REMEDY}"
+        ) from error
     for (name, wanted), checksum in zip(like.items(), checksums, strict=True):
         array = arrays[name]
         if array.shape != wanted.shape or array.dtype != wanted.dtype or _crc32(array) != checksum:

@@ -195,6 +195,15 @@ def test_a_header_that_lost_something(key, copy):
         MoE(copy, CONFIG)
 
 
+@pytest.mark.parametrize("file", ("/etc/hostname", "rows/../../other"))
+def test_a_header_that_names_files_elsewhere(file, copy):
+    header = json.loads((copy / "prepared.json").read_text())
+    header["rows"][0]["down"][0] = file
+    (copy / "prepared.json").write_text(json.dumps(header))
+    with pytest.raises(CheckpointError, match="prepared.json is damaged .*is outside the directory"):
+        MoE(copy, CONFIG)
+
+
 @pytest.mark.parametrize("content", ("", "{}", '{"format": "moe_jax prepared checkpoint", "version": 1}'))
 def test_a_damaged_header(content, copy):
     (copy / "prepared.json").write_text(content)
