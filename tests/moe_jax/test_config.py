@@ -39,6 +39,8 @@ def test_errors_are_value_errors_too():
         ("device_memory_ratio", 1.5, "from 0 to 1"),
         ("device_memory_ratio", float("nan"), "from 0 to 1"),
         ("device_memory_ratio", "0.5", "from 0 to 1"),
+        ("kv_cache_ratio", -0.1, "from 0 to 1"),
+        ("kv_cache_ratio", True, "from 0 to 1"),
         ("expert_slots", 0, ">= 1"),
         ("expert_slots", 2.0, ">= 1"),
         ("expert_slots", True, ">= 1"),
@@ -159,6 +161,7 @@ def test_replace_changes_the_cache_size_and_validates():
         {},
         optional={
             "device_memory_ratio": st.floats(0, 1),
+            "kv_cache_ratio": st.floats(0, 1),
             "transport": st.sampled_from(TRANSPORTS),
             "scope": st.sampled_from(SCOPES),
             "contract": st.sampled_from(CONTRACTS),
