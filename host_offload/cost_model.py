@@ -118,8 +118,10 @@ class DecodeCost:
 
         seconds = all_hit + event * miss_events + miss * misses with the least squared relative error; `miss_events` are
         events with a miss a step. With fewer than four levels, or miss_events that are None or proportional to the
-        misses, the two cannot be told apart, and the event's part is in the miss. Raises CostModelError without a level of no misses and one of some, if misses cost nothing,
-        or if miss_events contradict misses.
+        misses, the two cannot be told apart, and the event's part is in the miss.
+
+        Raises CostModelError without a level of no misses and one of some, if misses cost nothing, or if miss_events
+        contradict misses.
         """
         misses, seconds = np.asarray(misses, np.float64), np.asarray(seconds, np.float64)
         if misses.shape != seconds.shape or not (misses == 0).any() or not (misses > 0).any():
