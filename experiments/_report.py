@@ -47,6 +47,7 @@ def figures(moe: MoE, prompt_tokens: Sequence[int], new_tokens: Sequence[int], c
         "misses_per_step": decode["misses"] / steps if steps else None,
         "bytes_per_token": decode["bytes_per_token"],
         "prefill_bytes_moved": last["prefill"]["bytes_moved"],
+        "encoder_bytes_moved": last["encoder"]["bytes_moved"] if cfg.encoder_decoder else None,
         "link_gbps": ceilings.link_gbps,
         "link_source": ceilings.link_source,
         "hbm_gbps": ceilings.memory_gbps,
@@ -88,7 +89,10 @@ def table(moe: MoE, run: Mapping[str, Any]) -> Table:
     line("hit rate", _scaled(run["hit_rate"], 100), "%", "distinct experts of a step found in a slot")
     line("misses a step", run["misses_per_step"], "", f"experts of {size(experts['bytes_each'])}")
     moved = run["bytes_per_token"]
-    out.add_row("moved a token", "-" if moved is None else size(moved), f"prefill: {size(run['prefill_bytes_moved'])}")
+    before = f"prefill: {size(run['prefill_bytes_moved'])}"
+    if run["encoder_bytes_moved"] is not None:
+        before = f"encoder: {size(run['encoder_bytes_moved'])}, {before}"
+    out.add_row("moved a token", "-" if moved is None else size(moved), before)
     line("link floor", run["link_floor_ms"], "ms", f"{run['link_gbps']:,.1f} GB/s, {run['link_source']}", 2)
     memory = "HBM floor" if accelerated else "memory floor"
     line(memory, run["hbm_floor_ms"], "ms", f"{run['hbm_gbps']:,.1f} GB/s, {run['hbm_source']}", 2)

@@ -74,6 +74,14 @@ def main(
         str | None,
         option(PROMPT, "File with the chat template (Jinja) to use instead of the tokenizer's, with --chat."),
     ] = None,
+    forced_bos: Annotated[
+        str | None,
+        option(
+            PROMPT,
+            "First token of an encoder-decoder's output, as its tokenizer writes it or its id: the language to "
+            "translate into, such as deu_Latn.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, option(PROMPT, "Most tokens to generate a sequence. Default: 128.")] = 128,
     do_sample: Annotated[
         bool | None,
@@ -188,7 +196,7 @@ def main(
         chat = _chat(chat, system, chat_template)
         prompts = _prompts(prompt, prompt_file, batch, demo=model is None and chat is None)
         record = files["--trace"] is not None
-        run = Run(model, settings, prompts, sampling, max_new_tokens, rates, record, verify, verbose, chat)
+        run = Run(model, settings, prompts, sampling, max_new_tokens, rates, record, verify, verbose, chat, forced_bos)
     except (MoEJaxError, UsageError, OSError, MemoryError) as error:
         _fail(error, EXIT_FAULT if isinstance(error, MemoryError) else EXIT_USAGE)
     except KeyboardInterrupt:
@@ -356,6 +364,16 @@ class Chat:
         return {"inputs": ids, "attention_mask": mask}
 
 
+def _token_id(tokenizer, text: str) -> int:
+    """The id that --forced-bos names."""
+    if text.isdecimal():
+        return int(text)
+    token = tokenizer.get_vocab().get(text)
+    if token is None:
+        raise UsageError(f"--forced-bos={text!r} is no token of this tokenizer: give one of its vocabulary, or an id")
+    return token
+
+
 class Run:
     """A loaded model and what it generated so far.
 
@@ -365,12 +383,14 @@ class Run:
 
     after_prompt = ""  # between a prompt and the new text
 
-    def __init__(self, model, settings, prompts, sampling, max_new_tokens, rates, record, verify, verbose, chat):
+    def __init__(
+        self, model, settings, prompts, sampling, max_new_tokens, rates, record, verify, verbose, chat, forced_bos
+    ):
         import logging
 
         from rich.console import Console
 
-        from moe_jax import MoE, SamplingParams, demo_model_path
+        from moe_jax import MoE, demo_model_path
         from moe_jax.floors import find_ceilings
         from moe_jax.generation.inputs import prepare
 
@@ -381,7 +401,6 @@ class Run:
         warnings.showwarning = lambda message, *_: print(f"run_generate: warning: {message}", file=sys.stderr)
         self.console = Console(stderr=True, highlight=False)
         self.prompts, self.settings, self.max_new_tokens = prompts, settings, max_new_tokens
-        self.sampling = sampling
         if chat is not None:
             self.after_prompt = "\n"
         self.verify = verify
@@ -393,18 +412,17 @@ class Run:
                     f"{self.moe.name} has no tokenizer, and this command continues texts: put tokenizer.json beside "
                     "the weights, or generate from ids in Python, MoE(directory).generate([1, 2, 3])"
                 )
+            if forced_bos is not None:
+                sampling = sampling | {"forced_bos_token_id": _token_id(self.moe.tokenizer, forced_bos)}
+            self.sampling = sampling
             vocabulary = self.moe.model_config.vocab_size
             for token in sampling.get("eos_token_id", []):
                 if token >= vocabulary:
                     raise UsageError(f"--eos={token}: the model's ids are 0 to {vocabulary - 1}")
             inputs = {"inputs": prompts} if chat is None else chat.encode(self.moe.tokenizer, prompts)
-            batch = prepare(
-                **inputs,
-                vocab_size=vocabulary,
-                max_length=self.moe.max_sequence_length,
-                params=SamplingParams(max_new_tokens=max_new_tokens),
-                tokenizer=self.moe.tokenizer,
-            )
+            # The prompt alone: what of it and its continuation fits is for `stream_ids` to say.
+            limits = {"vocab_size": vocabulary, "max_length": self.moe.max_sequence_length}
+            batch = prepare(**inputs, **limits, tokenizer=self.moe.tokenizer)
             with warnings.catch_warnings(action="ignore"):  # the call below gives the same ones
                 self.resolved = dataclasses.asdict(self.moe.sampling_params(max_new_tokens, **sampling))
             self.ceilings = find_ceilings(*rates)

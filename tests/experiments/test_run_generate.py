@@ -297,6 +297,49 @@ def test_a_chat_without_a_template_is_one_line(script, bytes_model):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.fixture(scope="module")
+def translator(tiny, tmp_path_factory):
+    """A tiny encoder-decoder with a tokenizer."""
+    directory = tmp_path_factory.mktemp("model") / "translator"
+    shutil.copytree(tiny("nllb_moe"), directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def test_an_encoder_decoder_begins_with_the_forced_token(script, translator, tmp_path):
+    options = ["--model", translator, "--prompt", "Bonjour", "--forced-bos", "D", "--max-new-tokens", 3, "--ignore-eos"]
+    options += ["--json", tmp_path / "out.json", "--link-gbps", 50, "--hbm-gbps", 4000, "--cache-rate", 0.5]
+    result = CliRunner().invoke(script.app, [*map(str, options), "--transport", "callback"])
+    assert result.exit_code == 0, result.stderr
+    out = json.loads((tmp_path / "out.json").read_text())
+    (sequence,) = out["sequences"]
+    token = byte_tokenizer().get_vocab()["D"]
+    assert sequence["new_ids"][0] == token == out["sampling"]["forced_bos_token_id"]
+    assert len(sequence["new_ids"]) == 3 and sequence["prompt_tokens"] == len("Bonjour")
+    moved = out["figures"]["encoder_bytes_moved"]
+    assert moved == out["stats"]["last"]["encoder"]["bytes_moved"] > 0
+    assert "encoder: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    "forced, message",
+    [
+        ("deu_Latn", "--forced-bos='deu_Latn' is no token of this tokenizer"),
+        ("256", "forced_bos_token_id=256 is outside the vocabulary: ids go from 0 to 255"),
+    ],
+)
+def test_a_forced_token_that_is_none_is_one_line(script, translator, forced, message):
+    result = CliRunner().invoke(script.app, ["--model", str(translator), "--prompt", "hi", "--forced-bos", forced])
+    assert result.exit_code == 2
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_decoder_has_no_forced_token(script, bytes_model):
+    result = CliRunner().invoke(script.app, ["--model", str(bytes_model), "--prompt", "hi", "--forced-bos", "7"])
+    assert result.exit_code == 2
+    assert "forced_bos_token_id=7 is for encoder-decoder models" in result.stderr
+
+
 def test_help_explains_every_option_without_starting_jax():
     code = "import sys, runpy; sys.argv = ['run_generate', '--help']\ntry: runpy.run_path({!r}, run_name='__main__')\n"
     code = code.format(str(SCRIPT)) + "except SystemExit as end: print('jax' in sys.modules, end.code)"
