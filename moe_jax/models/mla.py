@@ -72,6 +72,9 @@ class MLAConfig(DecoderConfig):
                 dense,
                 f"must be from 0 to {self.num_hidden_layers - 1}, so that a sparse layer is left",
             )
+        for name in ("n_group", "topk_group"):
+            if getattr(self, name) is not None:
+                self.check_integer(name)
         if self.groups > 1:
             self._check_groups()
 
