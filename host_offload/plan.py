@@ -90,7 +90,7 @@ def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_sc
     forced = _forced_key(xp, hit, miss)
     if global_scope is False:  # static: only this layer's experts are candidates
         expert = xp.arange(E, dtype=xp.int32)
-        key = _retention_key(xp, priority(xp.full_like(expert, layer), expert, t))
+        key = _retention_key(xp, priority(xp.full_like(expert, layer), expert, t), E)
         key = xp.where(forced_admit & need, forced, key)
         kept = _keep_traced(xp, key, need | (row >= 0), capacity)
         admit = miss & kept
@@ -101,7 +101,7 @@ def plan_event(xp, *, need, slot_of, owner, priority, layer, capacity, global_sc
         in_layer = grid // E == layer
         resident = slot_of.reshape(-1) >= 0
         needed = in_layer & xp.tile(need, L)
-        key = _retention_key(xp, priority(grid // E, grid % E, t))
+        key = _retention_key(xp, priority(grid // E, grid % E, t), L * E)
         key = xp.where(forced_admit & needed, xp.tile(forced, L), key)
         in_scope = in_layer | global_scope
         kept = _keep_traced(xp, key, (resident & in_scope) | needed, capacity)
@@ -170,9 +170,15 @@ def check_invariants(slot_of, owner):
 # ----------------------------------------------------------------------------------------------------- the rule's parts
 
 
-def _retention_key(xp, priority):
-    """int32 [n] that orders as float32 `priority` [n] does: -0 equals +0, NaN is below -inf."""
-    bits = xp.asarray(priority, xp.float32).view(xp.int32)
+def _retention_key(xp, priority, n):
+    """int32 [n] that orders as float32 `priority` [n] does: -0 equals +0, NaN is below -inf.
+
+    Raises ValueError for a priority of another shape, which would rank other experts than it was made for.
+    """
+    priority = xp.asarray(priority, xp.float32)
+    if priority.shape != (n,):
+        raise ValueError(f"priority: has shape {priority.shape}, must be ({n},): a value for each expert asked about")
+    bits = priority.view(xp.int32)
     magnitude = bits & INT32_MAX
     key = xp.where(bits < 0, -magnitude, magnitude)
     return xp.where(magnitude > INF_BITS, NAN_KEY, key)
@@ -245,7 +251,7 @@ def _plan_numpy(need, slot_of, owner, priority, layer, capacity, global_scope, f
 
     residents = owner[owner >= 0] if global_scope else base + np.flatnonzero(resident)
     ids = np.concatenate([residents, base + missing]).astype(np.int32)
-    key = _retention_key(np, priority(ids // E, ids % E, t))
+    key = _retention_key(np, priority(ids // E, ids % E, t), len(ids))
     if forced_admit:
         local = ids - base
         here = (local >= 0) & (local < E)

@@ -394,7 +394,7 @@ def _layer_event(priority, residents, layer, need, t, capacity, *, forced, E, L,
     """Scope `layer`; residents [Q, L, W] words, need [W] words, capacity [Q]."""
     del L, most
     expert = jnp.arange(E, dtype=jnp.int32)
-    key = _retention_key(jnp, priority(jnp.full_like(expert, layer), expert, t))
+    key = _retention_key(jnp, priority(jnp.full_like(expert, layer), expert, t), E)
     mine, other = key[:, None], key[None, :]
     earlier = expert[None, :] < expert[:, None]
     before = _words((other > mine) | ((other == mine) & earlier))  # [E, W]
@@ -419,7 +419,7 @@ def _layer_event(priority, residents, layer, need, t, capacity, *, forced, E, L,
 def _pool_event(priority, residents, layer, need, t, capacity, *, forced, E, L, most):
     """Scope `global`; residents [Q, L, W] words, need [W] words, capacity [Q]."""
     grid = jnp.arange(L * E, dtype=jnp.int32)
-    key = _once(_retention_key(jnp, priority(grid // E, grid % E, t))).reshape(L, E)
+    key = _once(_retention_key(jnp, priority(grid // E, grid % E, t), L * E)).reshape(L, E)
     needed = _bools(need, E)
 
     def decide(resident, capacity):

@@ -208,6 +208,25 @@ def test_bypass_and_forced_admit_differ_on_a_poor_expert():
     assert np.flatnonzero(event_of([0], [2, 3], 2, forced_admit=True).evict).tolist() == [2]
 
 
+@pytest.mark.parametrize("xp", (np, jnp))
+@pytest.mark.parametrize("global_scope", (False, True))
+def test_priorities_of_another_number_are_refused(xp, global_scope):
+    slot_of, owner = np.full((2, 4), -1, np.int32), np.full(6, -1, np.int32)
+    with pytest.raises(ValueError, match=r"priority: has shape \(1,\), must be \([348],\)"):
+        plan_event(
+            xp,
+            need=xp.array([True, True, True, False]),
+            slot_of=xp.array(slot_of),
+            owner=xp.array(owner),
+            priority=lambda layer, expert, t: xp.zeros(1),
+            layer=0,
+            capacity=2,
+            global_scope=global_scope,
+            forced_admit=False,
+            t=0,
+        )
+
+
 def test_zero_capacity_empties_the_layer():
     for forced_admit in (False, True):
         plan = event_of([0, 2], [2, 3], 0, forced_admit)
