@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from moe_jax.errors import CheckpointError
 
 # Beside the weights: configuration, tokenizer and chat template.
@@ -29,10 +31,11 @@ def new_directory(destination: Path, nbytes: int) -> Iterator[Path]:
         partial.mkdir(parents=True)
         if (free := shutil.disk_usage(partial).free) < nbytes:
             raise CheckpointError(
-                f"{destination}: the weights take {nbytes / 1e9:.1f} GB and the disk has {free / 1e9:.1f} GB left: "
+                f"{destination}: the weights take {decimal(nbytes)} and the disk has {decimal(free)} left: "
                 "free space or name a directory on another disk"
             )
         yield partial
+        require_new(destination)  # it may have come meanwhile, and renaming replaces an empty directory
         os.rename(partial, destination)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -13,6 +13,7 @@ import torch_files
 
 from moe_jax import MoE
 from moe_jax.checkpoint import Checkpoint, TensorInfo, convert_bin, writer
+from moe_jax.checkpoint.new_directory import new_directory
 from moe_jax.checkpoint.writer import write_safetensors
 from moe_jax.errors import CheckpointError
 
@@ -119,9 +120,15 @@ def test_wrong_directories(single, tmp_path):
 def test_too_little_space_is_found_before_anything_is_written(single, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 900, 100))
-    with pytest.raises(CheckpointError, match="the disk has 0.0 GB left: free space"):
+    with pytest.raises(CheckpointError, match="the disk has 100 bytes left: free space"):
         convert_bin(single, tmp_path / "new", progress=False)
     assert os.listdir(tmp_path) == ["hub model"]
+
+
+def test_a_destination_that_came_meanwhile_is_kept(tmp_path):
+    with pytest.raises(CheckpointError, match="new exists already"), new_directory(tmp_path / "new", 1):
+        (tmp_path / "new").mkdir()
+    assert os.listdir(tmp_path) == ["new"]
 
 
 def test_a_disk_that_fills_up_leaves_nothing_behind(single, tmp_path, monkeypatch):

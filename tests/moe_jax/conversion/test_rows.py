@@ -122,7 +122,7 @@ def test_what_is_refused_before_anything_is_written(written, tiny, tmp_path, mon
         prepare(tiny("mixtral"), tmp_path / "new", Target(INT4(48)))
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 900, 100))
-    with pytest.raises(CheckpointError, match="the disk has 0.0 GB left: free space"):
+    with pytest.raises(CheckpointError, match="the disk has 100 bytes left: free space"):
         prepare(tiny("mixtral"), tmp_path / "new", progress=False)
     assert os.listdir(tmp_path) == []
 
