@@ -199,7 +199,7 @@ class MoE:
         Raises:
             InputError, ConfigError: at the call. TransportError: after the text before the fault (`error.partial`).
         """
-        tokenizer = require_tokenizer(self.tokenizer, "streaming text")
+        tokenizer = require_tokenizer(self.tokenizer, "streaming text", "give ids to stream_ids()")
         request = self._request(inputs, None, None, max_new_tokens, sampling | {"seed": seed})
         if len(request.batch.prompts) != 1:
             count = len(request.batch.prompts)
@@ -450,7 +450,8 @@ class MoE:
         """
         if not self._routing:
             raise MoEJaxError(
-                "no routing was recorded: pass trace=True to generate(), or set trace in the configuration"
+                "no routing was recorded since loading or the last trace(), which takes it (clear=False leaves it): "
+                "pass trace=True to generate(), or set trace in the configuration"
             )
         caches, parts = recorded(self._routing)
         cfg = self.model_config
@@ -541,7 +542,7 @@ class MoE:
         )
 
     def _chat_request(self, messages, chat_template, chat_template_kwargs, max_new_tokens, seed, sampling):
-        tokenizer = require_tokenizer(self.tokenizer, "a chat")
+        tokenizer = require_tokenizer(self.tokenizer, "a chat", "give the ids of the whole conversation to generate()")
         ids = encode_chat(tokenizer, messages, chat_template, chat_template_kwargs)
         # The mask says that all of them count, a padding token that a template writes too.
         request = self._request(ids, None, np.ones(len(ids), bool), max_new_tokens, sampling | {"seed": seed})

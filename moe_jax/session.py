@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_jax.config import bad_value
 from moe_jax.engine.engine import Run
 from moe_jax.engine.programs import NO_TOKEN
 from moe_jax.errors import TransportError
@@ -19,6 +20,8 @@ class Session:
     """One generate call: feeds the engine's tokens through the stop strings and keeps what each row produced."""
 
     def __init__(self, moe, request: Request, trace: bool | None):
+        if not isinstance(trace, bool | None):
+            raise bad_value("trace", trace, "True, False or None (the configuration's)")
         batch, params = request.batch, request.params
         self._moe = moe
         self.new_ids: list[list[int]] = [[] for _ in batch.prompts]

@@ -183,9 +183,15 @@ def make_policy(name_or_policy, transport: str) -> Chosen:
 
 
 def check_policy(policy: Policy, transport: str, spec) -> None:
-    """Raises ConfigError if the policy does not fit the model, such as a frequency table of another shape."""
+    """Raises ConfigError if the policy does not fit the model, such as a frequency table of another shape, or the
+    transport, as one that runs on the host only."""
     if transport == "resident":
         return
+    if policy.host_only and transport != "callback":
+        raise ConfigError(
+            f"policy {policy.name!r} keeps more than arrays and runs on the host only: use transport='callback', not "
+            f"{transport!r}"
+        )
     try:
         policy.init(np if transport == "callback" else jax.numpy, spec.L, spec.E, 0)
     except ValueError as error:

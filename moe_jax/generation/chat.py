@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_jax.errors import ConfigError, InputError, TokenizerError
-from moe_jax.generation.text import Tokenizer
+from moe_jax.generation.text import Tokenizer, encode
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _EXAMPLE = '[{"role": "user", "content": "Hello"}]'
@@ -49,7 +49,7 @@ def encode_chat(
             "messages, or pass another chat_template"
         ) from error
     # Not the special tokens that the tokenizer adds to a text of its own accord: the template writes them.
-    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    ids = encode(tokenizer, text, "the conversation", add_special_tokens=False)
     if not ids:
         raise InputError("the chat template makes an empty prompt of these messages: pass another chat_template")
     return ids

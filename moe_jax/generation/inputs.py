@@ -10,7 +10,7 @@ import numpy as np
 
 from moe_jax.errors import InputError, warn
 from moe_jax.generation.sampling import SamplingParams
-from moe_jax.generation.text import Tokenizer, require_tokenizer
+from moe_jax.generation.text import Tokenizer, encode, require_tokenizer
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def prepare(
     if texts is not None:
         if attention_mask is not None:
             raise InputError("attention_mask goes with input_ids; a text has no padding: leave attention_mask out")
-        prompts = _encode(texts, require_tokenizer(tokenizer, "a text prompt"))
+        prompts = _encode(texts, require_tokenizer(tokenizer, "a text prompt", "use token ids (input_ids)"))
         ids = _pad_left(prompts, 0 if params is None else params.fill_token_id)
         was_batched = not isinstance(inputs, str)
     else:
@@ -152,8 +152,7 @@ def _as_texts(inputs: Any) -> list[str] | None:
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    # verbose=False: the length is checked here, against the limit that counts, and an error says what to do.
-    return [np.asarray(tokenizer(text, verbose=False)["input_ids"], np.int64).reshape(-1) for text in texts]
+    return [np.asarray(encode(tokenizer, text, f"prompt {row}"), np.int64) for row, text in enumerate(texts)]
 
 
 def _pad_left(prompts: list[np.ndarray], pad: int) -> np.ndarray:

@@ -68,7 +68,7 @@ def make_request(
             "split it, or raise max_batch in the configuration"
         )
     if params.stop:
-        require_tokenizer(tokenizer, "a stop string")
+        require_tokenizer(tokenizer, "a stop string", "end sequences by eos_token_id")
     if not cfg.encoder_decoder:
         return Request(batch, params)
     return Request(_targets(batch, params, cfg, max_length), params, batch)
@@ -111,7 +111,10 @@ def prepare_forward(
             "decoder_input_ids is missing: an encoder-decoder gives the logits of a target, whose first token is "
             f"usually decoder_start_token_id = {cfg.decoder_start_token_id}"
         )
-    targets = prepare(decoder_input_ids, **options)
+    try:
+        targets = prepare(decoder_input_ids, **options)
+    except InputError as error:
+        raise InputError(f"decoder_input_ids: {error}") from error
     if len(targets.prompts) != len(batch.prompts):
         raise InputError(
             f"decoder_input_ids has {len(targets.prompts)} rows and input_ids {len(batch.prompts)}: each source needs "

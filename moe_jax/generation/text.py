@@ -82,14 +82,29 @@ def _import_auto_tokenizer() -> Any:
     return AutoTokenizer
 
 
-def require_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
-    """`tokenizer`, or TokenizerError saying that `what` (such as "a text prompt") needs one."""
+def require_tokenizer(tokenizer: Tokenizer | None, what: str, instead: str) -> Tokenizer:
+    """`tokenizer`; without one TokenizerError: `what` (such as "a text prompt") needs one, and what to do `instead`."""
     if tokenizer is None:
-        raise TokenizerError(
-            f"{what} needs a tokenizer, and the checkpoint has none that could be loaded: use token ids (input_ids) "
-            "instead"
-        )
+        raise TokenizerError(f"{what} needs a tokenizer, and the checkpoint has none that could be loaded: {instead}")
     return tokenizer
+
+
+def encode(tokenizer: Tokenizer, text: str, what: str, **settings: Any) -> list[int]:
+    """The ids of a text; `settings` go to the tokenizer.
+
+    Raises InputError, naming the text by `what`, where it holds half a surrogate pair: Python makes these of bytes that
+    are no UTF-8, and of JSON escapes that were cut, and tokenizers cannot read them.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{what} holds {text[error.start]!r} at character {error.start}, half a surrogate pair and no character: "
+            "decode its bytes as what they are, or with errors='replace'"
+        ) from error
+    # verbose=False: the length is checked by the caller, against the limit that counts, with an error that says what to
+    # do.
+    return list(tokenizer(text, verbose=False, **settings)["input_ids"])
 
 
 class IncrementalDecoder:

@@ -437,8 +437,12 @@ def test_a_streamer_is_not_touched_when_the_input_is_bad(moe):
 def test_text_needs_a_tokenizer(moe):
     kept, moe.tokenizer = moe.tokenizer, None
     try:
-        for call in (lambda: moe.generate("text"), lambda: moe.stream("text"), lambda: moe.generate([3], stop="a")):
-            with pytest.raises(TokenizerError, match="use token ids"):
+        for call, instead in (
+            (lambda: moe.generate("text"), "use token ids"),
+            (lambda: moe.stream([3]), r"give ids to stream_ids\(\)"),
+            (lambda: moe.generate([3], stop="a"), "by eos_token_id"),
+        ):
+            with pytest.raises(TokenizerError, match=instead):
                 call()
     finally:
         moe.tokenizer = kept

@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from host_offload.policy import LRU
 from moe_jax import MoE, OffloadConfig
 from moe_jax.api import SEVERAL_CACHES
 from moe_jax.errors import CheckpointError, ConfigError, InputError, MoEJaxError
@@ -54,6 +55,24 @@ def test_set_cache_names_the_setting_that_was_meant(name, hint, moe):
     with pytest.raises(ConfigError, match=f"no setting '{name}'.*{hint}"):
         moe.set_cache(**{name: 6})
     assert (moe.stats()["slots"], moe.config) == before
+
+
+class OnTheHost(LRU):
+    name = "on-the-host"
+    host_only = True
+
+
+def test_a_policy_of_the_host_is_refused_by_the_compiled_step(moe):
+    before = moe.config
+    with pytest.raises(ConfigError, match="'on-the-host'.*use transport='callback', not 'device'"):
+        moe.set_cache(OnTheHost(), transport="device")
+    assert moe.config == before
+
+
+def test_trace_is_true_or_false(moe):
+    for call in (moe.generate, moe.stream_ids):
+        with pytest.raises(ConfigError, match="trace='run.npz' is not allowed: it must be True, False or None"):
+            call(PROMPT, 4, trace="run.npz")
 
 
 @pytest.mark.parametrize("prompt, says", ((b"Once", "decode it to a text"), (7, "a text is a str")))

@@ -293,6 +293,8 @@ def test_a_wrong_argument_is_named(options, error, message, moe, want):
 def test_wrong_calls(moe, want, directory):
     with pytest.raises(InputError, match="decoder_input_ids is missing: .*decoder_start_token_id = 2"):
         moe.forward(want["input_ids"])
+    with pytest.raises(InputError, match="decoder_input_ids: token id -3 at position 1"):
+        moe.forward(want["batch_input_ids"], decoder_input_ids=[[2, -3], [2, 4]])
     with pytest.raises(InputError, match="decoder_input_ids has 1 rows and input_ids 2"):
         moe.forward(want["batch_input_ids"], decoder_input_ids=want["decoder_input_ids"])
     with pytest.raises(InputError, match="prompt 0 has 65 tokens, more than the limit of 64"):

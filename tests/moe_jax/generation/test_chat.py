@@ -173,6 +173,7 @@ def test_further_entries_reach_the_template(plain):
         ("hi", "messages is of type str: give a list"),
         (USER, "messages is of type dict: give a list"),
         (None, "messages is of type NoneType"),
+        ([{"role": "user", "content": "a\udcff"}], r"the conversation holds '\\udcff' at character"),
         ([[USER]], r"messages\[0\] is a list: give one conversation"),
         ([USER, "hi"], r"messages\[1\] is of type str"),
         ([USER, {"content": "hi"}], r'messages\[1\] has no "role": give one of system, developer'),

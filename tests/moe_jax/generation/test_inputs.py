@@ -89,6 +89,8 @@ def test_text_errors(tokenizer):
         prepare("", **LIMITS, tokenizer=tokenizer)
     with pytest.raises(InputError, match="prompt 1 is empty"):
         prepare(["H", ""], **LIMITS, tokenizer=tokenizer)
+    with pytest.raises(InputError, match=r"prompt 1 holds '\\udcff' at character 2, half a surrogate pair"):
+        prepare(["H", b"ab\xff".decode(errors="surrogateescape")], **LIMITS, tokenizer=tokenizer)
     with pytest.raises(InputError, match="prompt 1 is list among texts"):
         prepare(["Hello", [1]], **LIMITS, tokenizer=tokenizer)
     with pytest.raises(InputError, match="leave attention_mask out"):

@@ -162,8 +162,8 @@ def test_numpy_ids(demo):
 
 def test_load_tokenizer_without_files_is_none(tmp_path):
     assert load_tokenizer(tmp_path) is None
-    with pytest.raises(TokenizerError, match=r"a text prompt needs a tokenizer.*input_ids"):
-        require_tokenizer(None, "a text prompt")
+    with pytest.raises(TokenizerError, match=r"a text prompt needs a tokenizer.*: give ids"):
+        require_tokenizer(None, "a text prompt", "give ids")
 
 
 def test_broken_tokenizer_is_an_error(tmp_path):
