@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import pytest
 import tiny_models
 
-from moe_jax.checkpoint import Checkpoint, Quantization, map_checkpoint
+from moe_jax.checkpoint import Checkpoint, Quantization
 from moe_jax.checkpoint.quantization import METHODS
+from moe_jax.engine.loading import map_weights, read_model_config
 from moe_jax.models.config import text_settings
-from moe_jax.models.registry import FAMILIES, family_for, targets
+from moe_jax.models.registry import FAMILIES, family_for
 from pallas_kernels.formats import FP8, INT4, MXFP4, Dense
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,19 +145,7 @@ def test_sizes_by_hand(name, expert, kv):
 )
 def test_formats_of_the_table_are_those_that_files_load_in(name, form, tiny):
     with Checkpoint.open(tiny(name)) as files:
-        family = family_for(files.config)
-        cfg = family.config_cls.from_hf(files.config)
-        weights = map_checkpoint(
-            files,
-            family.table(cfg),
-            targets=targets(cfg),
-            expert_tensors=cfg.expert_row_shapes(),
-            moe_layers=list(cfg.moe_layers),
-            num_experts=cfg.num_experts,
-            tied=family.tied,
-            experts=cfg.expert_spec(),
-            quantization=Quantization.from_hf(files.config),
-        )
+        weights = map_weights(files, read_model_config(files))
     assert (weights.experts.gate_up, weights.experts.down) == (form, form)
 
 

@@ -15,8 +15,8 @@ import random_checkpoint
 from random_checkpoint import BFLOAT16, E8M0, FP8, MODELS, PIECE, QUIET, FileTensor, Fill, pieces, write_checkpoint
 
 from host_offload.store import ExpertStore
-from moe_jax.checkpoint import Checkpoint, Quantization, map_checkpoint
-from moe_jax.models.registry import family_for, targets
+from moe_jax.checkpoint import Checkpoint
+from moe_jax.engine.loading import map_weights, read_model_config
 
 # Layers that hold each kind of layer of the family.
 LAYERS = {"deepseek-v2-lite": 2, "deepseek-v3": 4, "deepseek-v4-flash": 4, "jamba-v0.1": 5, "qwen3.5-35b-a3b": 4}
@@ -36,20 +36,8 @@ EXPERT_BYTES = {
 
 def mapped(files: Checkpoint):
     """The weight map of a checkpoint, as loading makes it, and its config."""
-    family = family_for(files.config)
-    cfg = family.config_cls.from_hf(files.config)
-    weights = map_checkpoint(
-        files,
-        family.table(cfg),
-        targets=targets(cfg),
-        expert_tensors=cfg.expert_row_shapes(),
-        moe_layers=list(cfg.moe_layers),
-        num_experts=cfg.num_experts,
-        tied=family.tied,
-        experts=cfg.expert_spec(),
-        quantization=Quantization.from_hf(files.config),
-    )
-    return weights, cfg
+    cfg = read_model_config(files)
+    return map_weights(files, cfg), cfg
 
 
 @pytest.mark.parametrize("name", MODELS)

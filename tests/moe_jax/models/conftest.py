@@ -13,12 +13,11 @@ from flax import nnx
 
 from host_offload.store import ExpertStore
 from moe_jax.checkpoint.loading import load_params
-from moe_jax.checkpoint.mapping import map_checkpoint
-from moe_jax.checkpoint.quantization import Quantization
 from moe_jax.checkpoint.reader import Checkpoint
 from moe_jax.engine.kv_cache import PageAllocator, PagedKV
+from moe_jax.engine.loading import map_weights, read_model_config
 from moe_jax.models.config import DecoderConfig
-from moe_jax.models.registry import abstract_params, family_for, targets
+from moe_jax.models.registry import abstract_params
 from pallas_kernels.expert_ffn import ExpertSpec
 
 
@@ -122,19 +121,8 @@ def load_tiny(tiny) -> Callable[[str], TinyModel]:
     def load(name: str) -> TinyModel:
         if name not in loaded:
             with Checkpoint.open(tiny(name)) as checkpoint:
-                family = family_for(checkpoint.config)
-                cfg = family.config_cls.from_hf(checkpoint.config)
-                weight_map = map_checkpoint(
-                    checkpoint,
-                    family.table(cfg),
-                    targets=targets(cfg),
-                    expert_tensors=cfg.expert_row_shapes(),
-                    moe_layers=cfg.moe_layers,
-                    num_experts=cfg.num_experts,
-                    tied=family.tied,
-                    experts=cfg.expert_spec(),
-                    quantization=Quantization.from_hf(checkpoint.config),
-                )
+                cfg = read_model_config(checkpoint)
+                weight_map = map_weights(checkpoint, cfg)
                 graphdef, abstract = abstract_params(cfg, jnp.float32)
                 params = load_params(checkpoint, weight_map, abstract, progress=False)
                 store = ExpertStore.from_checkpoint(checkpoint, weight_map, np.float32)
