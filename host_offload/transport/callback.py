@@ -14,7 +14,7 @@ import numpy as np
 
 from host_offload.plan import apply, plan_event
 from host_offload.schedule import Schedule, max_rounds, schedule_rounds
-from host_offload.slots import SlotCache, empty_banks
+from host_offload.slots import HITS, SlotCache, empty_banks
 from host_offload.transport.base import Transport, combine_decode, event_need, event_scores, record
 from host_offload.transport.host_calls import HostCalls, RoundMoves, make_mover
 from host_offload.transport.rounds import serve_rounds
@@ -186,44 +186,56 @@ class CallbackTransport(Transport):
 
     def _apply(self, plan, t):
         apply(np, plan, self._slot_of, self._owner)
+        self._commit(plan.layer, t)
+
+    def _commit(self, layer, t):
+        """The policy at the end of the event, if it follows what the cache holds."""
         if self.policy.in_cache:
-            resident = self._slot_of >= 0
-            self._policy_state = self.policy.commit(np, self._policy_state, plan.layer, resident, t)
+            self._policy_state = self.policy.commit(np, self._policy_state, layer, self._slot_of >= 0, t)
 
     def _settle(self):
         """Decides the decode event that was served last, if that is still to do: who stays, who leaves.
 
         An event's decision is only needed at the next one, so it is taken there while the host waits for the device.
         """
-        if self._unsettled is not None:
-            (layer, need, arrays), self._unsettled = self._unsettled, None
-            t = self._observe(layer, need, arrays)
+        if self._unsettled is None:
+            return
+        (layer, listed, all_hit, arrays), self._unsettled = self._unsettled, None
+        need = np.zeros((self.spec.E,), bool)
+        need[listed] = True
+        t = self._observe(layer, need, arrays)
+        if not all_hit:
             self._apply(self._plan(layer, need, t, True), t)
+            return
+        # Nobody comes, so nobody leaves: residents are never more than the slots. Ranking them would take the host
+        # longer than the device takes for such a layer.
+        self._counters[layer, HITS] += listed.size
+        self._commit(layer, t)
 
     def _on_decode(self, layer, ctx, out, values, banks):
-        E = self.spec.E
         arrays = self.mover.fetch(ctx, layer, values, self._settle)
         ids = arrays["ids"]
         live = arrays.get("live")
-        listed = ids[0] if live is None else np.unique(ids[live])
-        row_of = self._slot_of[layer].copy()
-        missing = np.sort(listed[row_of[listed] < 0])
-        if missing.size:  # free rows now, in the order that `plan_event` assigns them
-            row_of[missing] = np.flatnonzero(self._owner < 0)[: missing.size]
-            moves = list(zip(missing.tolist(), row_of[missing].tolist(), strict=True))
-            self.mover.move(ctx, banks, layer, moves)
+        # A copy: the ring of `fetch` reuses its memory before `_settle` reads it.
+        listed = ids[0].copy() if live is None else np.unique(ids[live])
+        row_of_listed = self._slot_of[layer, listed]
+        absent = row_of_listed < 0
+        all_hit = not absent.any()
+        if not all_hit:  # free rows now, in the order that `plan_event` assigns them
+            missing = np.sort(listed[absent])
+            free = np.flatnonzero(self._owner < 0)[: missing.size]
+            row_of_listed[absent] = free[np.searchsorted(missing, listed[absent])]
+            self.mover.move(ctx, banks, layer, list(zip(missing.tolist(), free.tolist(), strict=True)))
         rows = np.zeros(out["rows"].shape, np.int32)
-        rows[: listed.size] = row_of[listed]
+        rows[: listed.size] = row_of_listed
         self.mover.store(ctx, out["rows"], rows)
         if live is not None:
-            entry = np.zeros((E,), np.int32)
+            entry = np.zeros((self.spec.E,), np.int32)
             entry[listed] = np.arange(listed.size)
             self.mover.store(ctx, out["count"], listed.size)
             self.mover.store(ctx, out["entry"], np.where(live[:, None], entry[ids], 0).reshape(-1))
-        need = np.zeros((E,), bool)
-        need[listed] = True
-        kept = {name: array.copy() for name, array in arrays.items() if name == "scores"}  # the ring reuses its memory
-        self._unsettled = layer, need, kept
+        kept = {name: array.copy() for name, array in arrays.items() if name == "scores"}
+        self._unsettled = layer, listed, all_hit, kept
         if layer == self.spec.L - 1:  # a fault must show in its own step
             self._settle()
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from host_offload.capacity import resolve_slots
+from host_offload.plan import check_invariants, plan_event
 from host_offload.policy import LFU, LRU, Policy, PolicySet, StaticPin
 from host_offload.pool import ExpertPool
 from host_offload.slots import control_vector, round_group, spare_rows
 from host_offload.store import RowSpec
-from host_offload.transport import TRANSPORTS, CallbackTransport, GraphTransport, ResidentTransport
+from host_offload.transport import TRANSPORTS, CallbackTransport, GraphTransport, ResidentTransport, callback
 from host_offload.transport.base import StateLost, combine_decode, combine_prefill, event_need, event_scores
 from host_offload.transport.host_calls import HostCalls, NumpyMover, RoundMoves
 from pallas_kernels.expert_ffn import ExpertSpec
@@ -266,6 +267,36 @@ def test_rounds_are_started_one_ahead_and_waited_for():
         rounds.on_round(0, None, None, None, None)
         log.append("compute")
     assert log == ["compute", ("wait", 1), "compute", ("start", 3, [(3, 2)]), "compute", ("wait", 3), "compute"]
+
+
+@pytest.mark.parametrize("scope", ("layer", "global"))
+def test_a_decode_event_without_misses_is_counted_and_observed_but_not_planned(scope, pool, monkeypatch):
+    transport = TRANSPORTS["callback"](
+        SPEC, pool, budget(2 * L, scope), LRU(), forced_admit=False, max_pairs=2, implementation="xla"
+    )
+    planned = []
+
+    def plan(*args, **kwargs):
+        planned.append(kwargs["layer"])
+        return plan_event(*args, **kwargs)
+
+    monkeypatch.setattr(callback, "plan_event", plan)
+    banks = {name: np.zeros((transport.rows, *shape), dtype) for name, (shape, dtype) in SPEC.tensors.items()}
+
+    def step(*experts):
+        for layer in range(L):
+            out = {"rows": np.full(2, -1, np.int32)}
+            transport._on_decode(layer, None, out, {"ids": np.array([experts], np.int32)}, banks)
+            for expert, row in zip(experts, out["rows"], strict=True):
+                assert all(np.array_equal(banks[name][row], pool.view(layer, name)[expert]) for name in SPEC.tensors)
+        return transport.read_counters(None)[:, :2].tolist()  # hits, misses
+
+    assert step(2, 0) == [[0, 2]] * L and planned == list(range(L))
+    assert step(0, 2) == [[2, 0]] * L and planned == list(range(L))  # no further plan
+    assert transport._policy_state["last"][:, [0, 2]].min() >= L  # clock of the second step
+    assert step(0, 1) == [[1, 1]] * L and planned == [*range(L)] * 2
+    assert (transport._slot_of[:, [0, 1]] >= 0).all() and (transport._slot_of[:, 2] < 0).all()
+    check_invariants(transport._slot_of, transport._owner)
 
 
 def guarded(calls, body, outputs):
