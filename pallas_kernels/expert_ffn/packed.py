@@ -98,12 +98,17 @@ def lanes(form: Format) -> int:
     return _TILES[type(form)].lanes
 
 
+def unit_words(form: Format) -> int:
+    """Words of a unit."""
+    return _TILES[type(form)](form, 1).words
+
+
 def default_units(form: Format, batch: int, itemsize: int) -> int:
     """Units of a tile for `batch` rows of a compute dtype of `itemsize` bytes, a power of two up to 8."""
     if batch > 1 and itemsize > 2:
         return 1  # products of float32 are no tensor core's: all operands lie in registers
     # One token: 512 bytes of a row, which memory delivers together.
-    return min(8, (128 if batch == 1 else _MOST_WORDS) // _TILES[type(form)](form, 1).words)
+    return min(8, (128 if batch == 1 else _MOST_WORDS) // unit_words(form))
 
 
 def most_rows(form: Format, most: int) -> int:

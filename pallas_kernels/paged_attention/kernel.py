@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from pallas_kernels._compat import call, cdiv, load, next_power_of_2, pl, pltriton, store
 
-TOKENS = 64  # a token block, at most; a page where that is shorter
 HEADS = 16  # least rows of a tensor-core product
 PROGRAMS = 264  # two for each multiprocessor of an H200
 FLOOR = -1e30  # finite, so that a share without tokens gives weight 0 and no NaN
@@ -25,6 +24,23 @@ def splits_of(batch: int, head_blocks: int, blocks: int) -> int:
     """S: shares of a sequence of at most `blocks` token blocks, a power of two; more only where programs are idle."""
     most = max(1, min(PROGRAMS // (batch * head_blocks), blocks, 64))
     return 1 << (most.bit_length() - 1)
+
+
+def partial_tiles(page: int, value_width: int) -> dict:
+    """Parameters of the first kernel: `tokens` of a block within a page, `splits` (None: `splits_of`), its launch."""
+    return dict(tokens=min(64, page), splits=None, num_warps=4 if value_width <= 128 else 8, num_stages=2)
+
+
+def _tiles(overrides, page, value_width):
+    tiles = partial_tiles(page, value_width)
+    if unknown := set(overrides or {}) - set(tiles):
+        raise ValueError(f"tiles: no parameter {', '.join(sorted(unknown))}; they are {', '.join(tiles)}")
+    tiles |= overrides or {}
+    for name, most in (("tokens", page), ("splits", 64)):
+        value = tiles[name]
+        if value is not None and not (1 <= value <= most and value & (value - 1) == 0):
+            raise ValueError(f"tiles[{name!r}] = {value}: must be a power of two up to {most}")
+    return tiles
 
 
 def _columns(width: int):
@@ -53,14 +69,15 @@ def _tile(ref, index, width: int, keep, rows=None):
     return jnp.where(mask, value, jnp.zeros_like(value))
 
 
-def _partial_kernel(*refs, parts, widths, value_width, rows, group, page, splits, scale, window, softcap, shared):
+def _partial_kernel(
+    *refs, parts, widths, value_width, rows, group, page, tokens, splits, scale, window, softcap, shared
+):
     """refs: queries, key pools, [value pool], table, lengths, outputs o [B, N, S, Hv], m and l [B, N, S]."""
     queries, refs = refs[:parts], refs[parts:]
     pools, refs = refs[:parts], refs[parts:]
     value_ref, refs = (pools[shared], refs) if shared is not None else (refs[0], refs[1:])
     table_ref, length_ref, o_ref, m_ref, l_ref = refs
     b, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    tokens = min(TOKENS, page)
     blocks = cdiv(group, rows)
     g = block // blocks
     within = (block % blocks) * rows + jnp.arange(rows, dtype=jnp.int32)  # rows of the group, some past its end
@@ -137,15 +154,20 @@ def _merge_kernel(*refs, splits, width, sinks):
 
 
 def paged_decode_attention(
-    queries, keys, values, page_table, lengths, sinks, *, scale, window, softcap, interpret=False
+    queries, keys, values, page_table, lengths, sinks, *, scale, window, softcap, tiles=None, interpret=False
 ):
-    """See `pallas_kernels.paged_attention.paged_decode_attention`."""
+    """See `pallas_kernels.paged_attention.paged_decode_attention`.
+
+    tiles: overrides of `partial_tiles` (for the benchmarks). Raises ValueError for an unknown one, and for tokens or
+    splits out of range.
+    """
     B, N, _ = queries[0].shape
     _, page, G, value_width = values.shape
     group = N // G
     rows = HEADS
     blocks = G * cdiv(group, rows)
-    splits = splits_of(B, blocks, page_table.shape[1] * page // min(TOKENS, page))
+    tiles = _tiles(tiles, page, value_width)
+    splits = tiles["splits"] or splits_of(B, blocks, page_table.shape[1] * page // tiles["tokens"])
     shared = next((i for i, pool in enumerate(keys) if pool is values), None)
     pools = (*keys,) if shared is not None else (*keys, values)
     float32 = jnp.float32
@@ -158,6 +180,7 @@ def paged_decode_attention(
             rows=rows,
             group=group,
             page=page,
+            tokens=tiles["tokens"],
             splits=splits,
             scale=scale,
             window=window,
@@ -170,8 +193,8 @@ def paged_decode_attention(
             jax.ShapeDtypeStruct((B, N, splits), float32),
             jax.ShapeDtypeStruct((B, N, splits), float32),
         ),
-        num_warps=4 if value_width <= 128 else 8,
-        num_stages=2,
+        num_warps=tiles["num_warps"],
+        num_stages=tiles["num_stages"],
         name="paged_attention_partial",
         interpret=interpret,
     )(*queries, *pools, page_table, lengths)

@@ -1,0 +1,207 @@
+"""Tries the tile sizes and launch parameters of one kernel at one shape, and writes which was fastest.
+
+    python experiments/tune_kernels.py --op expert_ffn --shape qwen3-30b-a3b --format bf16 --batch 1 --out tiles.json
+
+The two kernels of an expert run one after the other, so each is varied with the other at its default, and the two best
+are then run together. Every variant is checked as `bench_kernels.py` does. The JSON file maps "op format class card" to
+the fastest tiles; other entries of a file that exists are kept.
+"""
+
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from _kernel_cases import ATTENTION, PAGE, PREFILL_TOKENS, Entry, experts_of
+from _report import write_json
+from bench_kernels import Ready, compiled_or_dry, find_rates, measure, prepare, prepare_all, select, workers
+from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+from pallas_kernels.expert_ffn.decode import decode_tiles
+from pallas_kernels.expert_ffn.grouped import grouped_tiles
+from pallas_kernels.expert_ffn.packed import unit_words
+from pallas_kernels.formats import FP8, Dense
+from pallas_kernels.paged_attention.kernel import partial_tiles
+
+app = typer.Typer(add_completion=False)
+console = Console(width=170)
+
+TUNABLE = ("expert_ffn", "expert_ffn_deposit", "expert_ffn_prefill", "paged_attention")
+# Sums that a thread keeps in registers, of which it has 255: more spill, and with fewer it has nothing to do.
+REGISTERS = range(4, 129)
+
+Tiles = dict[str, Any]
+
+
+def defaults(entry: Entry, batch: int, small: bool) -> Tiles:
+    """The tiles that a line runs with; of an expert by kernel."""
+    if entry.op == "paged_attention":
+        heads = ATTENTION[entry.shape]
+        width = heads.value or heads.widths[0]
+        return partial_tiles(PAGE, width // 4 if small else width)
+    experts = experts_of(entry.shape, entry.format, small)
+    if entry.op == "expert_ffn_prefill":
+        return grouped_tiles(experts.F, experts.D, 2, experts.spec)
+    return decode_tiles(experts.F, experts.D, 1 if entry.op == "expert_ffn_deposit" else batch, 2, experts.spec)
+
+
+def variants(entry: Entry, batch: int, small: bool) -> list[Tiles]:
+    """Overrides to try, none of them twice; the defaults are the empty one, which comes first."""
+    base = defaults(entry, batch, small)
+    if entry.op == "paged_attention":
+        grid = {"tokens": (16, 32, PAGE), "splits": (8, 16, 32, 64), "num_warps": (4, 8), "num_stages": (2, 3)}
+        return [{}, *(dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))]
+    experts = experts_of(entry.shape, entry.format, small)
+    found: list[Tiles] = [{}]
+    for kernel, n_out, n_in in (("gate_up", experts.F, experts.D), ("down", experts.D, experts.F)):
+        form = getattr(experts.spec, kernel)
+        matrices = len(experts.spec.outs(kernel, 2))
+        if entry.op == "expert_ffn_prefill":
+            grid = {"block_out": (32, 64, 128, 256), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
+            depth = {"block_in": (32, 64, 128)} if isinstance(form, Dense) else {"units": (1, 2)}
+        else:
+            grid = {"block_out": (4, 8, 16, 32, 64), "num_warps": (2, 4, 8)}
+            depth = {"block_in": (128, 256, 512, 1024)} if isinstance(form, Dense) else {"units": (1, 2, 4, 8)}
+        grid |= depth
+        for values in itertools.product(*grid.values()):
+            tiles = dict(zip(grid, values, strict=True))
+            if tiles == {name: base[kernel][name] for name in grid} or n_out % tiles["block_out"]:
+                continue
+            if n_in % tiles.get("block_in", 1) or (isinstance(form, FP8) and form.block % tiles["block_out"]):
+                continue
+            single = entry.op != "expert_ffn_prefill" and (batch == 1 or entry.op == "expert_ffn_deposit")
+            if not single and tiles["block_out"] < 16:
+                continue  # tensor cores take 16 and more
+            if single:  # one sum for each word or column of the tile and matrix
+                words = tiles.get("block_in") or tiles["units"] * unit_words(form)
+                if tiles["block_out"] * words * matrices // (32 * tiles["num_warps"]) not in REGISTERS:
+                    continue
+            found.append({kernel: tiles})
+    return found
+
+
+def best_of_both(results: list[tuple[Tiles, dict[str, Any]]]) -> Tiles | None:
+    """The fastest tiles of each kernel together, None where at most one of them is not the default."""
+    best: Tiles = {}
+    for kernel in ("gate_up", "down"):
+        tried = [(row["us"], tiles) for tiles, row in results if not tiles or kernel in tiles]
+        best |= min(tried, key=lambda one: one[0])[1] if tried else {}
+    return best if len(best) == 2 else None
+
+
+def key(entry: Entry, batch: int, small: bool) -> str:
+    """op, format, shape class and card of a table's entry."""
+    if entry.op == "paged_attention":
+        heads = ATTENTION[entry.shape]
+        shape = f"N{heads.N} G{heads.G} H{'+'.join(map(str, heads.widths))} {entry.size.replace(' ', '')} P{PAGE}"
+    else:
+        experts = experts_of(entry.shape, entry.format, small)
+        rows = {"expert_ffn": f"B{batch}", "expert_ffn_deposit": "B1", "expert_ffn_prefill": f"T{PREFILL_TOKENS}"}
+        shape = f"D{experts.D} F{experts.F} {experts.spec.activation} {rows[entry.op]}"
+    return f"{entry.op} {entry.format} [{shape}] {jax.devices()[0].device_kind}"
+
+
+def try_all(entry: Entry, tried: list[Tiles], implementation: str, seconds, limit: float, like: Ready):
+    """([(tiles, row of `measure`)] of the variants that gave the right result, [(tiles, why not)] of the others)."""
+    jobs = [lambda t=tiles: prepare(entry, implementation, seconds, False, tiles=t, like=like) for tiles in tried]
+    right, failed = [], []
+    for tiles, future in zip(tried, prepare_all(jobs, workers(implementation == "interpret"), limit), strict=True):
+        if future.cancelled():
+            failed.append((tiles, f"not compiled within {limit:.0f} s"))
+            continue
+        try:
+            row = measure(future.result(), None)
+        except Exception as error:  # tiles too large for the card, for one; reported, and the others go on
+            failed.append((tiles, f"{type(error).__name__}: {str(error)[:200]}"))
+            continue
+        if row["status"] == "ok":
+            right.append((tiles, row))
+        else:
+            failed.append((tiles, f"wrong: error {row['error']:.1e}, at most {row['tolerance']:.0e}"))
+    return right, failed
+
+
+def show(results, failed, nbytes: int) -> None:
+    """The variants, fastest first, and what did not run."""
+    out = Table()
+    for name in ("us", "least", "most", "GB/s or TFLOP/s", "error", "tiles"):
+        out.add_column(name, justify="left" if name == "tiles" else "right")
+    for tiles, row in results:
+        rate = row["gbps"] if nbytes else row["tflops"]
+        figures = [f"{row[name]:.1f}" for name in ("us", "us_least", "us_most")]
+        out.add_row(*figures, f"{rate:,.0f}", f"{row['error']:.0e}", json.dumps(tiles) if tiles else "default")
+    console.print(out)
+    for tiles, why in failed:
+        console.print(f"{json.dumps(tiles)}: {why}", style="red", markup=False)
+
+
+def existing(out: Path | None) -> dict[str, Any]:
+    """The table in a file that is to be extended."""
+    if out is None or not out.exists():
+        return {}
+    try:
+        found = json.loads(out.read_text())
+    except ValueError as error:
+        raise typer.BadParameter(f"--out {out}: not JSON ({error}); name another file", param_hint="--out") from error
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"--out {out}: must hold a JSON object; name another file", param_hint="--out")
+    return found
+
+
+@app.command()
+def main(
+    op: Annotated[str, Option(help=f"One of {', '.join(TUNABLE)}.")],
+    shape: Annotated[str | None, Option(help="Models, with commas. [default: all that have the kernel]")] = None,
+    form: Annotated[str | None, Option("--format", help="Number formats, with commas. [default: all]")] = None,
+    size: Annotated[str | None, Option(help='Of paged_attention, as "B1 S32768". [default: all]')] = None,
+    batch: Annotated[int, Option(min=1, help="Tokens of a decode step of expert_ffn.")] = 1,
+    most: Annotated[int | None, Option(min=1, help="Variants tried at each shape, at most.")] = None,
+    limit: Annotated[float, Option(min=1, help="Seconds in which the variants of a shape are compiled.")] = 120.0,
+    dry: Annotated[
+        bool, Option("--dry", help="Small shapes in the interpreter: that it runs, on any machine.")
+    ] = False,
+    out: Annotated[Path | None, Option(help="JSON table to write or extend.")] = None,
+) -> None:
+    """Finds the fastest tiles."""
+    if op not in TUNABLE:
+        raise typer.BadParameter(f"--op {op}: kernels with tiles are {', '.join(TUNABLE)}", param_hint="--op")
+    chosen, implementation, found = select(str(batch), op, shape, form, dry), compiled_or_dry(dry), existing(out)
+    if size is not None:
+        chosen = [entry for entry in chosen if entry.size == size]
+    if not chosen:
+        raise typer.BadParameter(f"--size {size}: no line has it", param_hint="--size")
+    seconds = (lambda case: 1.0) if dry else find_rates(None, None).seconds
+    failures = 0
+    for entry in chosen:
+        started = time.perf_counter()
+        tried = variants(entry, batch, dry)[:most]
+        try:
+            first = prepare(entry, implementation, seconds, False)
+        except Exception as error:  # this line's alone; reported, and exits 1
+            console.print(f"FAILED: {entry.name}: {type(error).__name__}: {error}", style="red", markup=False)
+            failures += 1
+            continue
+        results, failed = try_all(entry, tried, implementation, seconds, limit, first)
+        if op != "paged_attention" and (both := best_of_both(results)):
+            more, less = try_all(entry, [both], implementation, seconds, limit, first)
+            results, failed = results + more, failed + less
+        results.sort(key=lambda one: one[1]["us"])
+        failures += not results
+        console.print(f"{entry.name}: {len(tried)} variants in {time.perf_counter() - started:.0f} s")
+        show(results, failed, first.case.moved)
+        if results:
+            tiles, row = results[0]
+            default = next((row["us"] for tiles, row in results if not tiles), None)
+            found[key(entry, batch, dry)] = {"tiles": tiles, "us": row["us"], "default_us": default}
+            if out is not None:
+                write_json(out, found)
+    raise typer.Exit(int(failures > 0))
+
+
+if __name__ == "__main__":
+    app()
