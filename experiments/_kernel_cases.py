@@ -1,9 +1,9 @@
 """One kernel at one shape in one format: its data, the call that is timed, and its distance from a plain reference.
 
 Data are random and made on the device. A case has as many sets of weights (or pages) as fill 512 MB, and each call
-reads the next set, so that nothing is found in a cache. Calls are chained, so that no two run at once: by their state or
-result, or (`expert_ffn`, `router_topk`) by an operand that a kernel of a few elements makes of the result before. That
-kernel is in the time.
+reads the next set, so that nothing is found in a cache. Calls are chained, so that no two run at once: by their state
+or result, or (`expert_ffn`, `router_topk`) by an operand that a kernel of a few elements makes of the result before.
+That kernel is in the time.
 """
 
 import functools
@@ -135,12 +135,10 @@ def experts_of(shape: str, form: str, small: bool) -> Experts:
     """The experts of a released model in a format; `small`: of widths 256 and 128, for any machine."""
     cfg = family_for(CONFIGS[shape]).config_cls.from_hf(CONFIGS[shape])
     spec = replace(cfg.expert_spec(), gate_up=FORMATS[form], down=FORMATS[form])
-    rows = cfg.expert_row_shapes()
-    D, F = rows["down"]
-    L = len(cfg.moe_layers)
     if small:
         return Experts(256, 128, 8, 2, 2, spec)
-    return Experts(D, F, cfg.num_experts, cfg.num_experts_per_tok, L, spec)
+    sides = cfg.hidden_size, cfg.expert_width
+    return Experts(*sides, cfg.num_experts, cfg.num_experts_per_tok, len(cfg.moe_layers), spec)
 
 
 def fill(key, name: str, shape, dtype, spec: ExpertSpec):

@@ -62,8 +62,8 @@ def variants(entry: Entry, batch: int, small: bool) -> list[Tiles]:
         form = getattr(experts.spec, kernel)
         matrices = len(experts.spec.outs(kernel, 2))
         if entry.op == "expert_ffn_prefill":
-            grid = {"block_out": (32, 64, 128, 256), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
-            depth = {"block_in": (32, 64, 128)} if isinstance(form, Dense) else {"units": (1, 2)}
+            grid = {"block_out": (64, 128, 256), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
+            depth = {"block_in": (32, 64)} if isinstance(form, Dense) else {"units": (1, 2)}
         else:
             grid = {"block_out": (4, 8, 16, 32, 64), "num_warps": (2, 4, 8)}
             depth = {"block_in": (128, 256, 512, 1024)} if isinstance(form, Dense) else {"units": (1, 2, 4, 8)}

@@ -1,0 +1,205 @@
+"""experiments/bench_kernels.py and tune_kernels.py: every kernel runs, a wrong result fails, tiles are found."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "experiments"))
+import _kernel_cases
+import bench_kernels
+import tune_kernels
+
+from moe_jax.floors import Ceilings
+
+RATES = bench_kernels.Rates(Ceilings(50.0, 4000.0, "given", "given"), 700.0)
+
+
+def bench(tmp_path, *arguments):
+    """(exit code, rows of the JSON file, what was printed) of a dry run."""
+    path = tmp_path / "kernels.json"
+    result = CliRunner().invoke(bench_kernels.app, ["--dry", "--out", str(path), *arguments])
+    assert result.exit_code in (0, 1), result.output
+    return result.exit_code, json.loads(path.read_text())["rows"], result.output
+
+
+def test_every_kernel_runs_and_is_right(tmp_path, monkeypatch):
+    def first_of_each(batches, small):
+        found = {}
+        for entry in _kernel_cases.entries(batches, small):
+            found.setdefault(entry.op, entry)
+        return list(found.values())
+
+    monkeypatch.setattr(bench_kernels, "entries", first_of_each)
+    code, rows, text = bench(tmp_path, "--verbose", "--limit", "2000")
+    assert code == 0, text
+    assert {row["op"] for row in rows} == {entry.op for entry in _kernel_cases.entries((1,), True)} and len(rows) == 8
+    for row in rows:
+        assert row["status"] == "ok" and 0 <= row["error"] <= row["tolerance"] and row["op"] in text
+        assert 0 < row["us_least"] <= row["us"] <= row["us_most"] and row["xla_us"] > 0
+        assert row["run_seconds"] > 0 and row["compile_seconds"] > 0
+        assert (row["gbps"] is None) == (row["moved_bytes"] == 0) and (row["tflops"] is None) == (row["flops"] == 0)
+        assert "aim_us" not in row  # a machine without the card has no ceilings
+
+
+def test_wrong_results_and_failures_exit_1_and_cost_nothing_else(tmp_path, monkeypatch):
+    right = _kernel_cases.router_topk
+
+    def wrong(scores, k, **options):
+        values, ids = right(scores, k, **options)
+        return values, ids.at[0, 0].add(1) if len(scores) == 1 else ids
+
+    def broken(*arguments, **options):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(_kernel_cases, "router_topk", wrong)
+    monkeypatch.setattr(_kernel_cases, "sinkhorn_kernel", broken)
+    code, rows, text = bench(tmp_path, "--op", "router_topk,sinkhorn", "--no-xla", "--limit", "2000")
+    assert code == 1
+    status = {(row["op"], row["size"]): row["status"] for row in rows}
+    assert status == {
+        ("router_topk", "T1"): "wrong",
+        ("router_topk", "T4096"): "ok",
+        ("sinkhorn", "T1"): "failed",
+        ("sinkhorn", "T4096"): "failed",
+    }
+    assert "WRONG: router_topk qwen3-30b-a3b f32 T1: error 1.00e+00" in text and "no such kernel" in text
+
+
+@pytest.mark.parametrize("planted", ["shifted", "nan"])
+def test_a_wrong_expert_is_seen(tmp_path, monkeypatch, planted):
+    right = _kernel_cases.decode.expert_ffn_decode
+
+    def wrong(x, rows, *operands, **options):
+        y, banks = right(x, rows + 1 if planted == "shifted" else rows, *operands, **options)
+        return (y if planted == "shifted" else y.at[-1, 0, -1].set(jnp.nan)), banks
+
+    monkeypatch.setattr(_kernel_cases.decode, "expert_ffn_decode", wrong)
+    select = ("--op", "expert_ffn", "--shape", "olmoe-1b-7b", "--batch", "1", "--no-xla", "--limit", "2000")
+    code, rows, _ = bench(tmp_path, *select)
+    assert code == 1 and [row["status"] for row in rows] == ["wrong"]
+
+
+def test_cases_of_real_size_rotate_over_512_mb():
+    entries = _kernel_cases.entries((1, 8, 64), False)
+    assert len({entry.name for entry in entries}) == len(entries)
+    for entry in entries:
+        case = entry.build()
+        assert 1 <= case.sets <= _kernel_cases.MOST_SETS, entry.name
+        if case.moved:
+            assert case.sets >= 2 and case.sets * case.moved >= 512_000_000, entry.name
+        if case.flops:
+            experts = _kernel_cases.experts_of(entry.shape, entry.format, False)
+            assert case.sets * experts.E * experts.row_bytes >= 512_000_000, entry.name
+    qwen = {entry.size: entry.build() for entry in entries if entry.name.startswith("expert_ffn qwen3-30b-a3b bf16")}
+    assert [(size, case.moved // (3 * 2048 * 768 * 2), case.aim) for size, case in qwen.items()] == [
+        ("B1", 8, 0.85),
+        ("B8", 52, None),  # of 128 experts, 64 choices leave out (1 - 1/16)^8 of them
+        ("B64", 126, None),
+    ]
+
+
+def test_aims():
+    case = dict(flops=0, moved=40_000_000, memory="hbm", aim=0.8, starts=2)
+    found = bench_kernels.against(SimpleNamespace(**case), 20.0, RATES)
+    assert found == pytest.approx({"floor_us": 10.0, "share": 0.5, "aim_us": 17.5})
+    case |= dict(flops=7_000_000_000, moved=0, aim=None)
+    assert bench_kernels.against(SimpleNamespace(**case), 40.0, RATES) == pytest.approx(
+        {"floor_us": 10.0, "share": 0.25}
+    )
+    assert bench_kernels.against(SimpleNamespace(flops=0, memory=None), 1.0, RATES) == {}
+
+
+def test_the_end_of_the_table_names_what_was_missed(capsys):
+    line = dict(op="expert_ffn", shape="m", format="bf16", size="B1", aim_us=10.0)
+    bench_kernels.closing([line | dict(status="ok"), line | dict(status="aim missed", us=12.0)], 240)
+    text = capsys.readouterr().out
+    assert "aim missed: expert_ffn m bf16 B1: 12.0 us, asked for 10.0" in text and "1 of 2 aims met" in text
+
+
+def test_the_time_limit_leaves_lines_out(tmp_path, monkeypatch):
+    begun = threading.Event()
+
+    def slow():
+        begun.set()
+        threading.Event().wait(0.2)
+
+    futures = bench_kernels.prepare_all([slow, slow, slow], 1, 0.05)
+    assert begun.is_set() and [future.cancelled() for future in futures] == [False, True, True]
+    monkeypatch.setattr(bench_kernels, "prepare_all", lambda jobs, workers, limit: futures[1:])
+    code, rows, text = bench(tmp_path, "--op", "slot_plan")
+    assert (
+        code == 1 and [row["status"] for row in rows] == ["not run"] * 2 and "not run within 240 s: slot_plan" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dry", "--op", "gemm"], "--op gemm: choose from"),
+        (["--dry", "--batch", "1,x"], "--batch 1,x: give numbers"),
+        (["--dry", "--op", "sinkhorn", "--shape", "dbrx"], "together"),
+        (["--op", "sinkhorn"], "need an NVIDIA GPU"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(bench_kernels.app, arguments)
+    assert result.exit_code == 2 and message in " ".join(result.stderr.split())
+
+
+def tune(*arguments):
+    return CliRunner(env={"COLUMNS": "160"}).invoke(tune_kernels.app, ["--dry", *map(str, arguments)])
+
+
+def test_tuning_writes_the_fastest_tiles(tmp_path, monkeypatch):
+    out = tmp_path / "tiles.json"
+    out.write_text('{"kept": 1}')
+    tried = [{}, {"gate_up": {"block_out": 8}}, {"down": {"num_warps": 2}}, {"down": {"block_out": 3}}]
+    monkeypatch.setattr(tune_kernels, "variants", lambda entry, batch, small: tried)
+    right, times = tune_kernels.measure, iter([9.0, 5.0, 7.0, 3.0])
+    monkeypatch.setattr(tune_kernels, "measure", lambda ready, rates: right(ready, rates) | {"us": next(times)})
+    result = tune("--op", "expert_ffn", "--shape", "olmoe-1b-7b", "--out", out)
+    assert result.exit_code == 0, result.output
+    # 3 divides nothing; the two best are run together, and were the fastest.
+    assert "must be a power of two" in result.output
+    both = {"gate_up": {"block_out": 8}, "down": {"num_warps": 2}}
+    key = "expert_ffn bf16 [D256 F128 silu B1] cpu"
+    assert json.loads(out.read_text()) == {"kept": 1, key: {"tiles": both, "us": 3.0, "default_us": 9.0}}
+
+
+def test_tuning_attention(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune_kernels, "variants", lambda entry, batch, small: [{}, {"tokens": 16, "splits": 4}])
+    out = tmp_path / "tiles.json"
+    size = ("--size", "B1 S4096")
+    result = tune("--op", "paged_attention", "--shape", "gpt-oss-120b,deepseek-v3", *size, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert list(json.loads(out.read_text())) == [
+        "paged_attention bf16 [N64 G8 H64 B1S4096 P64] cpu",
+        "paged_attention bf16 [N128 G1 H512+64 B1S4096 P64] cpu",
+    ]
+
+
+def test_variants_differ_and_fit():
+    for entry in _kernel_cases.entries((1,), False):
+        if entry.op not in tune_kernels.TUNABLE:
+            continue
+        found = tune_kernels.variants(entry, 1, False)
+        assert found[0] == {} and 10 < len(found) < 120, (entry.name, len(found))
+        assert len({json.dumps(tiles, sort_keys=True) for tiles in found}) == len(found)
+
+
+def test_tuning_refuses(tmp_path):
+    bad = tmp_path / "bad.json"
+    bad.write_text("[1]")
+    for arguments, message in (
+        (("--op", "fetch_rows"), "kernels with tiles are expert_ffn"),
+        (("--op", "paged_attention", "--size", "B3"), "no line has it"),
+        (("--op", "paged_attention", "--out", bad), "must hold a JSON object"),
+    ):
+        result = tune(*arguments)
+        assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.output
