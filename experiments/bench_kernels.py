@@ -35,6 +35,8 @@ TIMED_SECONDS = 0.012  # of one timed run, about
 REPEATS = 5
 # Calls of plain XLA for each of the kernel's: it may be many times slower.
 XLA_SHARE = 8
+# Sets that plain XLA rotates over, at most (150 MB and more of pages): it compiles every call of a program.
+XLA_SETS = 32
 KERNEL_START_US = 2.5
 # Of the time limit, the part in which programs are compiled.
 COMPILE_SHARE = 0.6
@@ -98,7 +100,8 @@ class Ready:
 
 def _program(case: Case, implementation: str, rounds: int):
     """(data, state) -> (state after the first call, state after all); 1 + rounds * sets calls, the state donated."""
-    step, order = case.step(implementation), [*range(1, case.sets), 0]
+    sets = min(case.sets, XLA_SETS) if implementation == "xla" else case.sets
+    step, order = case.step(implementation), [*range(1, sets), 0]
 
     def run(data, state):
         state = step(data, state, 0)
@@ -111,12 +114,11 @@ def _program(case: Case, implementation: str, rounds: int):
 
         return first, jax.lax.fori_loop(0, rounds, all_sets, state)
 
-    return jax.jit(run, donate_argnums=1), 1 + rounds * case.sets
+    return jax.jit(run, donate_argnums=1), 1 + rounds * sets
 
 
-def _pinned() -> SingleDeviceSharding | None:
-    device = jax.devices()[0]
-    return SingleDeviceSharding(device, memory_kind="pinned_host") if device.platform == "gpu" else None
+def _pinned() -> SingleDeviceSharding:
+    return SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 
 
 def prepare(entry: Entry, implementation: str, seconds, xla: bool, tiles=None, like: Ready | None = None) -> Ready:
@@ -129,7 +131,7 @@ def prepare(entry: Entry, implementation: str, seconds, xla: bool, tiles=None, l
     case = entry.build() if tiles is None else entry.build(tiles=tiles)
     make = jax.jit(case.make)
     data, state = jax.eval_shape(make)
-    if "pool" in data and _pinned() is not None:
+    if "pool" in data:
         data["pool"] = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_pinned()) for n, a in data["pool"].items()}
     rounds = 1 if implementation == "interpret" else max(1, round(TIMED_SECONDS / (case.sets * seconds(case))))
     kernel, calls = _program(case, implementation, min(rounds, 200))
@@ -175,7 +177,7 @@ def measure(ready: Ready, rates: Rates | None) -> dict[str, Any]:
     """The figures of a line. rates: None leaves ceilings and aims out."""
     started, case = time.perf_counter(), ready.case
     data, state = ready.make()
-    if "pool" in data and _pinned() is not None:
+    if "pool" in data:
         data["pool"] = jax.device_put(data["pool"], _pinned())
     first, state = ready.kernel(data, state)
     error = float(ready.error(data, first, state))
