@@ -1,10 +1,10 @@
 """Tries the tile sizes and launch parameters of one kernel at one shape, and writes which was fastest.
 
-    python experiments/tune_kernels.py --op expert_ffn --shape qwen3-30b-a3b --format bf16 --batch 1 --out tiles.json
+    python experiments/tune_kernels.py --op expert_ffn --shape qwen3-30b-a3b --out pallas_kernels/tiles.json
 
 The two kernels of an expert run one after the other, so each is varied with the other at its default, and the two best
-are then run together. Every variant is checked as `bench_kernels.py` does. The JSON file maps "op format class card" to
-the fastest tiles; other entries of a file that exists are kept.
+are then run together. Every variant is checked as `bench_kernels.py` does. The file is the table that the kernels read
+(`pallas_kernels/tile_table.py`): the fastest tiles replace the entry of their class, other entries are kept.
 """
 
 import itertools
@@ -15,44 +15,46 @@ from typing import Annotated, Any
 
 import jax
 import typer
-from _kernel_cases import ATTENTION, PAGE, PREFILL_TOKENS, Entry, experts_of
+from _kernel_cases import PAGE, Entry, experts_of
 from _report import write_json
 from bench_kernels import Ready, compiled_or_dry, find_rates, measure, prepare, prepare_all, select, workers
 from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from pallas_kernels.expert_ffn.decode import decode_tiles
-from pallas_kernels.expert_ffn.grouped import grouped_tiles
+from pallas_kernels.expert_ffn.decode import decode_key, decode_tiles
+from pallas_kernels.expert_ffn.grouped import grouped_key, grouped_tiles
 from pallas_kernels.expert_ffn.packed import unit_words
 from pallas_kernels.formats import FP8, Dense
-from pallas_kernels.paged_attention.kernel import partial_tiles
+from pallas_kernels.paged_attention.kernel import partial_key, partial_tiles
 
 app = typer.Typer(add_completion=False)
 console = Console(width=170)
 
-TUNABLE = ("expert_ffn", "expert_ffn_deposit", "expert_ffn_prefill", "paged_attention")
+# Not expert_ffn_deposit: it has the tiles of expert_ffn, or a result would depend on what was resident.
+TUNABLE = ("expert_ffn", "expert_ffn_prefill", "paged_attention")
 # Sums that a thread keeps in registers, of which it has 255: more spill, and with fewer it has nothing to do.
 REGISTERS = range(4, 129)
 
 Tiles = dict[str, Any]
 
 
-def defaults(entry: Entry, batch: int, small: bool) -> Tiles:
-    """The tiles that a line runs with; of an expert by kernel."""
+def class_of(entry: Entry, batch: int, small: bool) -> tuple[str, Tiles]:
+    """A line's key in the table, and the tiles that it runs with now; of an expert by kernel."""
     if entry.op == "paged_attention":
-        heads = ATTENTION[entry.shape]
-        width = heads.value or heads.widths[0]
-        return partial_tiles(PAGE, width // 4 if small else width)
+        data, _ = jax.eval_shape(jax.jit(entry.build().make))
+        operands = data["q"], data.get("values", data["k0"]), data["tables"][0]
+        return partial_key(*operands), partial_tiles(*operands)
     experts = experts_of(entry.shape, entry.format, small)
     if entry.op == "expert_ffn_prefill":
-        return grouped_tiles(experts.F, experts.D, 2, experts.spec)
-    return decode_tiles(experts.F, experts.D, 1 if entry.op == "expert_ffn_deposit" else batch, 2, experts.spec)
+        operands = experts.F, experts.D, 2, experts.spec
+        return grouped_key(*operands), grouped_tiles(*operands)
+    operands = experts.F, experts.D, batch, 2, experts.spec
+    return decode_key(*operands), decode_tiles(*operands)
 
 
-def variants(entry: Entry, batch: int, small: bool) -> list[Tiles]:
-    """Overrides to try, none of them twice; the defaults are the empty one, which comes first."""
-    base = defaults(entry, batch, small)
+def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
+    """Overrides of `base` to try, none of them twice; the empty one comes first."""
     if entry.op == "paged_attention":
         grid = {"tokens": (16, 32, PAGE), "splits": (8, 16, 32, 64), "num_warps": (4, 8), "num_stages": (2, 3)}
         return [{}, *(dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))]
@@ -74,15 +76,20 @@ def variants(entry: Entry, batch: int, small: bool) -> list[Tiles]:
                 continue
             if n_in % tiles.get("block_in", 1) or (isinstance(form, FP8) and form.block % tiles["block_out"]):
                 continue
-            single = entry.op != "expert_ffn_prefill" and (batch == 1 or entry.op == "expert_ffn_deposit")
-            if not single and tiles["block_out"] < 16:
-                continue  # tensor cores take 16 and more
+            single = entry.op != "expert_ffn_prefill" and batch == 1
+            if not single and (tiles["block_out"] < 16 or tiles.get("units", 1) > 2):
+                continue  # tensor cores take 16 rows and more, of decoded values that fill registers
             if single:  # one sum for each word or column of the tile and matrix
                 words = tiles.get("block_in") or tiles["units"] * unit_words(form)
                 if tiles["block_out"] * words * matrices // (32 * tiles["num_warps"]) not in REGISTERS:
                     continue
             found.append({kernel: tiles})
     return found
+
+
+def merged(base: Tiles, tiles: Tiles) -> Tiles:
+    """All tiles of a run with overrides."""
+    return base | {name: base[name] | value if isinstance(value, dict) else value for name, value in tiles.items()}
 
 
 def best_of_both(results: list[tuple[Tiles, dict[str, Any]]]) -> Tiles | None:
@@ -92,18 +99,6 @@ def best_of_both(results: list[tuple[Tiles, dict[str, Any]]]) -> Tiles | None:
         tried = [(row["us"], tiles) for tiles, row in results if not tiles or kernel in tiles]
         best |= min(tried, key=lambda one: one[0])[1] if tried else {}
     return best if len(best) == 2 else None
-
-
-def key(entry: Entry, batch: int, small: bool) -> str:
-    """op, format, shape class and card of a table's entry."""
-    if entry.op == "paged_attention":
-        heads = ATTENTION[entry.shape]
-        shape = f"N{heads.N} G{heads.G} H{'+'.join(map(str, heads.widths))} {entry.size.replace(' ', '')} P{PAGE}"
-    else:
-        experts = experts_of(entry.shape, entry.format, small)
-        rows = {"expert_ffn": f"B{batch}", "expert_ffn_deposit": "B1", "expert_ffn_prefill": f"T{PREFILL_TOKENS}"}
-        shape = f"D{experts.D} F{experts.F} {experts.spec.activation} {rows[entry.op]}"
-    return f"{entry.op} {entry.format} [{shape}] {jax.devices()[0].device_kind}"
 
 
 def try_all(entry: Entry, tried: list[Tiles], implementation: str, seconds, limit: float, like: Ready):
@@ -179,7 +174,8 @@ def main(
     failures = 0
     for entry in chosen:
         started = time.perf_counter()
-        tried = variants(entry, batch, dry)[:most]
+        key, base = class_of(entry, batch, dry)
+        tried = variants(entry, base, batch, dry)[:most]
         try:
             first = prepare(entry, implementation, seconds, False)
         except Exception as error:  # this line's alone; reported, and exits 1
@@ -197,7 +193,7 @@ def main(
         if results:
             tiles, row = results[0]
             default = next((row["us"] for tiles, row in results if not tiles), None)
-            found[key(entry, batch, dry)] = {"tiles": tiles, "us": row["us"], "default_us": default}
+            found[key] = {"tiles": merged(base, tiles), "us": row["us"], "before_us": default}
             if out is not None:
                 write_json(out, found)
     raise typer.Exit(int(failures > 0))

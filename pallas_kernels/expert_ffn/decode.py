@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from pallas_kernels._compat import call, divisor_block, load, pl, pltriton, store
 from pallas_kernels.expert_ffn import packed
 from pallas_kernels.expert_ffn.spec import SILU
-from pallas_kernels.expert_ffn.tiles import resolve_tiles
+from pallas_kernels.expert_ffn.tiles import resolve_tiles, tiles_key
 from pallas_kernels.formats import Dense
+from pallas_kernels.tile_table import with_measured
 
 
 def _project(
@@ -164,10 +165,21 @@ def _least_tile(batch: int) -> int:
     return 1 if batch == 1 else 16
 
 
+def _padded(batch: int) -> int:
+    """Rows that the kernels compute for `batch` tokens."""
+    return 1 if batch == 1 else max(16, 1 << (batch - 1).bit_length())
+
+
+def decode_key(width: int, model: int, batch: int, itemsize: int = 2, spec=SILU) -> str:
+    """The key of `decode_tiles` in the table of measured tiles."""
+    return tiles_key("expert_ffn", spec, width, model, itemsize, f" B{_padded(batch)}")
+
+
 def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SILU) -> dict:
     """Tile sizes and warps of the two kernels: divisors of the real widths, so that no dense tile needs a mask.
 
     `itemsize`: bytes of the compute dtype. Tiles of packed weights have `units` instead of `block_in`, see `packed.py`.
+    Measured ones take the place of these.
     """
     least = _least_tile(batch)
     # Measured on an H200 at F = 768: tall tiles of the short rows of `down` save 1.4 of 32.4 us (docs/measurements.md).
@@ -184,17 +196,18 @@ def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SIL
         block = dict(block_out=max(least, divisor_block(n_out, out)), block_in=divisor_block(n_in, 256))
         return dict(**block, num_warps=warps, num_stages=3)
 
-    return {
+    formula = {
         "gate_up": tiles(spec.gate_up, width, model, 16, 4),
         "down": tiles(spec.down, model, width, 64 if tall else 16, 8 if tall else 4),
     }
+    return with_measured(decode_key(width, model, batch, itemsize, spec), formula)
 
 
 def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, between, spec):
     tiles = {name: dict(t) for name, t in tiles}
     batch, model = x.shape
     offload = pool is not None
-    padded = 1 if batch == 1 else max(16, 1 << (batch - 1).bit_length())
+    padded = _padded(batch)
     width = spec.outs("gate_up", banks["gate_up"].shape[1])[0]
     if batch == 1:
         x_in, h_shape, y_shape = x[0], (distinct, width), (distinct, model)

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from pallas_kernels._compat import call, cdiv, divisor_block, load, pl, pltriton, store
 from pallas_kernels.expert_ffn import packed
 from pallas_kernels.expert_ffn.spec import SILU
-from pallas_kernels.expert_ffn.tiles import resolve_tiles
+from pallas_kernels.expert_ffn.tiles import resolve_tiles, tiles_key
 from pallas_kernels.formats import Dense
+from pallas_kernels.tile_table import with_measured
 
 
 def _each_tile(span_ref, tiles, body, programs):
@@ -134,11 +135,16 @@ def _down_kernel(
     _each_tile(span_ref, n_out // block_out, tile, programs)
 
 
+def grouped_key(width: int, model: int, itemsize: int = 2, spec=SILU) -> str:
+    """The key of `grouped_tiles` in the table of measured tiles."""
+    return tiles_key("expert_ffn_prefill", spec, width, model, itemsize)
+
+
 def grouped_tiles(width: int, model: int, itemsize: int = 2, spec=SILU) -> dict:
     """Tile sizes and warps of the two kernels: power-of-two divisors of the real widths.
 
     `itemsize`: bytes of the compute dtype; float32 takes smaller tiles, as all stages of a tile must fit shared memory.
-    Tiles of packed weights have `units` instead of `block_in`, see `packed.py`.
+    Tiles of packed weights have `units` instead of `block_in`, see `packed.py`. Measured ones take the place of these.
     """
     out, step, stages = (128, 64, 3) if itemsize <= 2 else (64, 32, 2)
 
@@ -150,7 +156,8 @@ def grouped_tiles(width: int, model: int, itemsize: int = 2, spec=SILU) -> dict:
         block = dict(block_out=divisor_block(n_out, out), block_in=divisor_block(n_in, step))
         return dict(**block, num_warps=8, num_stages=stages)
 
-    return {"gate_up": tiles(spec.gate_up, width, model), "down": tiles(spec.down, model, width)}
+    formula = {"gate_up": tiles(spec.gate_up, width, model), "down": tiles(spec.down, model, width)}
+    return with_measured(grouped_key(width, model, itemsize, spec), formula)
 
 
 @functools.partial(jax.jit, static_argnames=("block_rows", "programs", "tiles", "interpret", "spec"))

@@ -1,5 +1,13 @@
 """Tile sizes of the expert FFN kernels: defaults merged with overrides, checked once, made hashable for `jax.jit`."""
 
+from pallas_kernels.tile_table import table_key
+
+
+def tiles_key(op: str, spec, width: int, model: int, itemsize: int, rows: str = "") -> str:
+    """The table's key for experts of `spec` with F = `width` and D = `model`; `rows` tells batches apart."""
+    forms = repr(spec.gate_up) if spec.gate_up == spec.down else f"{spec.gate_up!r}/{spec.down!r}"
+    return table_key(op, forms, f"D{model} F{width} {spec.activation} {itemsize}-byte{rows}")
+
 
 def resolve_tiles(defaults: dict, overrides: dict | None, *, width: int, model: int, least: int) -> tuple:
     """Tile parameters of both kernels as a static argument.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import call, cdiv, load, next_power_of_2, pl, pltriton, store
+from pallas_kernels.tile_table import table_key, with_measured
 
 HEADS = 16  # least rows of a tensor-core product
 PROGRAMS = 264  # two for each multiprocessor of an H200
@@ -26,17 +27,33 @@ def splits_of(batch: int, head_blocks: int, blocks: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def partial_tiles(page: int, value_width: int) -> dict:
-    """Parameters of the first kernel: `tokens` of a block within a page, `splits` (None: `splits_of`), its launch."""
-    return dict(tokens=min(64, page), splits=None, num_warps=4 if value_width <= 128 else 8, num_stages=2)
+def partial_key(queries, values, page_table) -> str:
+    """The key of `partial_tiles` in the table of measured tiles: heads, widths, page, and powers of two above batch and
+    tokens. The arguments are those of the kernel, or their abstract shapes."""
+    B, N, _ = queries[0].shape
+    _, page, G, value_width = values.shape
+    parts = "+".join(str(query.shape[-1]) for query in queries)
+    tokens = next_power_of_2(page_table.shape[1] * page)
+    shape = f"N{N} G{G} H{parts} V{value_width} P{page} B{next_power_of_2(B)} S{tokens}"
+    return table_key("paged_attention", jnp.dtype(values.dtype).name, shape)
 
 
-def _tiles(overrides, page, value_width):
-    tiles = partial_tiles(page, value_width)
+def partial_tiles(queries, values, page_table) -> dict:
+    """Parameters of the first kernel: `tokens` of a block within a page, `splits` (None: `splits_of`), its launch.
+
+    Measured ones take the place of these. Arguments as of `partial_key`.
+    """
+    _, page, _, value_width = values.shape
+    formula = dict(tokens=min(64, page), splits=None, num_warps=4 if value_width <= 128 else 8, num_stages=2)
+    return with_measured(partial_key(queries, values, page_table), formula)
+
+
+def _tiles(overrides, queries, values, page_table):
+    tiles = partial_tiles(queries, values, page_table)
     if unknown := set(overrides or {}) - set(tiles):
         raise ValueError(f"tiles: no parameter {', '.join(sorted(unknown))}; they are {', '.join(tiles)}")
     tiles |= overrides or {}
-    for name, most in (("tokens", page), ("splits", 64)):
+    for name, most in (("tokens", values.shape[1]), ("splits", 64)):
         value = tiles[name]
         if value is not None and not (1 <= value <= most and value & (value - 1) == 0):
             raise ValueError(f"tiles[{name!r}] = {value}: must be a power of two up to {most}")
@@ -166,7 +183,7 @@ def paged_decode_attention(
     group = N // G
     rows = HEADS
     blocks = G * cdiv(group, rows)
-    tiles = _tiles(tiles, page, value_width)
+    tiles = _tiles(tiles, queries, values, page_table)
     splits = tiles["splits"] or splits_of(B, blocks, page_table.shape[1] * page // tiles["tokens"])
     shared = next((i for i, pool in enumerate(keys) if pool is values), None)
     pools = (*keys,) if shared is not None else (*keys, values)

@@ -16,6 +16,7 @@ import bench_kernels
 import tune_kernels
 
 from moe_jax.floors import Ceilings
+from pallas_kernels import tile_table
 
 RATES = bench_kernels.Rates(Ceilings(50.0, 4000.0, "given", "given"), 700.0)
 
@@ -160,27 +161,34 @@ def test_tuning_writes_the_fastest_tiles(tmp_path, monkeypatch):
     out = tmp_path / "tiles.json"
     out.write_text('{"kept": 1}')
     tried = [{}, {"gate_up": {"block_out": 8}}, {"down": {"num_warps": 2}}, {"down": {"block_out": 3}}]
-    monkeypatch.setattr(tune_kernels, "variants", lambda entry, batch, small: tried)
+    monkeypatch.setattr(tune_kernels, "variants", lambda *arguments: tried)
     right, times = tune_kernels.measure, iter([9.0, 5.0, 7.0, 3.0])
     monkeypatch.setattr(tune_kernels, "measure", lambda ready, rates: right(ready, rates) | {"us": next(times)})
     result = tune("--op", "expert_ffn", "--shape", "olmoe-1b-7b", "--out", out)
     assert result.exit_code == 0, result.output
     # 3 divides nothing; the two best are run together, and were the fastest.
     assert "must be a power of two" in result.output
-    both = {"gate_up": {"block_out": 8}, "down": {"num_warps": 2}}
-    key = "expert_ffn bf16 [D256 F128 silu B1] cpu"
-    assert json.loads(out.read_text()) == {"kept": 1, key: {"tiles": both, "us": 3.0, "default_us": 9.0}}
+    found = json.loads(out.read_text())
+    tiles = tune_kernels.decode_tiles(128, 256, 1)
+    tiles["gate_up"]["block_out"], tiles["down"]["num_warps"] = 8, 2
+    key = "expert_ffn Dense() [D256 F128 silu 2-byte B1] cpu"
+    assert found == {"kept": 1, key: {"tiles": tiles, "us": 3.0, "before_us": 9.0}}
+    # The kernels take them from the table.
+    assert tune_kernels.decode_tiles(128, 256, 1) != tiles
+    monkeypatch.setattr(tile_table, "FILE", out)
+    assert tune_kernels.decode_tiles(128, 256, 1) == tiles
+    assert tune_kernels.decode_tiles(128, 256, 2) != tiles
 
 
 def test_tuning_attention(tmp_path, monkeypatch):
-    monkeypatch.setattr(tune_kernels, "variants", lambda entry, batch, small: [{}, {"tokens": 16, "splits": 4}])
+    monkeypatch.setattr(tune_kernels, "variants", lambda *arguments: [{}, {"tokens": 16, "splits": 4}])
     out = tmp_path / "tiles.json"
     size = ("--size", "B1 S4096")
     result = tune("--op", "paged_attention", "--shape", "gpt-oss-120b,deepseek-v3", *size, "--out", out)
     assert result.exit_code == 0, result.output
     assert list(json.loads(out.read_text())) == [
-        "paged_attention bf16 [N64 G8 H64 B1S4096 P64] cpu",
-        "paged_attention bf16 [N128 G1 H512+64 B1S4096 P64] cpu",
+        "paged_attention bfloat16 [N16 G2 H16 V16 P64 B1 S128] cpu",
+        "paged_attention bfloat16 [N128 G1 H128+16 V128 P64 B1 S128] cpu",
     ]
 
 
@@ -188,7 +196,7 @@ def test_variants_differ_and_fit():
     for entry in _kernel_cases.entries((1,), False):
         if entry.op not in tune_kernels.TUNABLE:
             continue
-        found = tune_kernels.variants(entry, 1, False)
+        found = tune_kernels.variants(entry, tune_kernels.class_of(entry, 1, False)[1], 1, False)
         assert found[0] == {} and 10 < len(found) < 120, (entry.name, len(found))
         assert len({json.dumps(tiles, sort_keys=True) for tiles in found}) == len(found)
 
