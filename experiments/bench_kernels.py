@@ -40,6 +40,7 @@ XLA_SETS = 32
 KERNEL_START_US = 2.5
 # Of the time limit, the part in which programs are compiled.
 COMPILE_SHARE = 0.6
+LIMIT_SECONDS = 240.0
 SQUARE = 8192
 
 
@@ -153,8 +154,8 @@ def prepare(entry: Entry, implementation: str, seconds, xla: bool, tiles=None, l
     return ready
 
 
-def prepare_all(jobs, workers: int, limit: float) -> list[concurrent.futures.Future]:
-    """Runs the jobs side by side; those that `limit` seconds did not reach are cancelled."""
+def prepare_all(jobs, workers: int, limit: float | None) -> list[concurrent.futures.Future]:
+    """Runs the jobs side by side; those that `limit` seconds (None: no limit) did not reach are cancelled."""
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(job) for job in jobs]
         concurrent.futures.wait(futures, timeout=limit)
@@ -304,7 +305,9 @@ def main(
         bool, Option("--dry", help="Small shapes in the interpreter: that it runs, on any machine.")
     ] = False,
     verbose: Annotated[bool, Option(help="Also the seconds that each line took.")] = False,
-    limit: Annotated[float, Option(min=1, help="Seconds after which no further line is begun.")] = 240.0,
+    limit: Annotated[
+        float | None, Option(min=1, help="Seconds after which no further line is begun. [default: 240 on a GPU]")
+    ] = None,
     link_gbps: Annotated[float | None, Option(help="Link rate. [default: measured]")] = None,
     hbm_gbps: Annotated[float | None, Option(help="Memory rate. [default: measured]")] = None,
     out: Annotated[Path | None, Option(help="JSON file of all figures.")] = None,
@@ -313,6 +316,8 @@ def main(
     started = time.perf_counter()
     chosen, implementation = select(batch, op, shape, form, dry), compiled_or_dry(dry)
     rates = None if dry else find_rates(link_gbps, hbm_gbps)
+    if limit is None and not dry:
+        limit = LIMIT_SECONDS
     if rates is not None:
         at = rates.ceilings
         console.print(
@@ -321,13 +326,13 @@ def main(
         )
     seconds = rates.seconds if rates is not None else lambda case: 1.0
     jobs = [lambda entry=entry: prepare(entry, implementation, seconds, xla) for entry in chosen]
-    futures = prepare_all(jobs, workers(dry), COMPILE_SHARE * limit)
+    futures = prepare_all(jobs, workers(dry), limit and COMPILE_SHARE * limit)
     rows = []
     for i, entry in enumerate(chosen):
         row = {"op": entry.op, "shape": entry.shape, "format": entry.format, "size": entry.size}
         future, futures[i] = futures[i], None  # a compiled case is not kept longer than it runs
-        if future.cancelled() or time.perf_counter() - started > limit:
-            rows.append(row | {"status": "not run"})
+        if future.cancelled() or (limit and time.perf_counter() - started > limit):
+            rows.append(row | {"status": "not run", "message": "the time limit was reached"})
             continue
         try:
             rows.append(row | measure(future.result(), rates))
@@ -336,7 +341,7 @@ def main(
         if verbose:
             console.print(f"{entry.name}: {rows[-1]['status']}, {time.perf_counter() - started:.0f} s since the start")
     console.print(table(rows, verbose))
-    closing(rows, limit)
+    closing(rows)
     if out is not None:
         device = {"device": jax.devices()[0].device_kind, "jax": importlib.metadata.version("jax")}
         measured = None if rates is None else asdict(rates)
@@ -344,7 +349,7 @@ def main(
     raise typer.Exit(int(any(row["status"] not in ("ok", "aim missed") for row in rows)))
 
 
-def closing(rows: list[dict[str, Any]], limit: float) -> None:
+def closing(rows: list[dict[str, Any]]) -> None:
     """Prints what missed its aim, was wrong, failed or was left out."""
     for row in rows:
         name = " ".join(row[key] for key in ("op", "shape", "format", "size"))
@@ -355,7 +360,7 @@ def closing(rows: list[dict[str, Any]], limit: float) -> None:
         elif row["status"] == "failed":
             console.print(f"FAILED: {name}: {row['message'][:1000]}", style="red", markup=False)
         elif row["status"] == "not run":
-            console.print(f"not run within {limit:.0f} s: {name}", style="red")
+            console.print(f"not run: {name}: {row['message']}", style="red")
     with_aim = [row for row in rows if row.get("aim_us")]
     met = sum(row["status"] == "ok" for row in with_aim)
     if with_aim:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
+from pallas_kernels import tile_table
 from pallas_kernels.expert_ffn.decode import decode_key, decode_tiles
 from pallas_kernels.expert_ffn.grouped import grouped_key, grouped_tiles
 from pallas_kernels.expert_ffn.packed import unit_words
@@ -166,6 +167,8 @@ def main(
     if op not in TUNABLE:
         raise typer.BadParameter(f"--op {op}: kernels with tiles are {', '.join(TUNABLE)}", param_hint="--op")
     chosen, implementation, found = select(str(batch), op, shape, form, dry), compiled_or_dry(dry), existing(out)
+    if dry and out is not None and out.resolve() == tile_table.FILE:
+        raise typer.BadParameter(f"--out {out}: a dry run measures nothing; name another file", param_hint="--out")
     if size is not None:
         chosen = [entry for entry in chosen if entry.size == size]
     if not chosen:
