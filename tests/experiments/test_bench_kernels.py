@@ -29,6 +29,7 @@ def bench(tmp_path, *arguments):
     return result.exit_code, json.loads(path.read_text())["rows"], result.output
 
 
+@pytest.mark.slow
 def test_every_kernel_runs_and_is_right(tmp_path, monkeypatch):
     def first_of_each(batches, small):
         found = {}

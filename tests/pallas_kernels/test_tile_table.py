@@ -1,5 +1,6 @@
 """Measured tiles replace the formulas of their class and card only, and a table that does not fit is refused."""
 
+import functools
 import json
 import re
 import tomllib
@@ -14,7 +15,7 @@ from pallas_kernels.expert_ffn import ExpertSpec
 from pallas_kernels.expert_ffn.decode import decode_key, decode_tiles
 from pallas_kernels.expert_ffn.grouped import grouped_key, grouped_tiles
 from pallas_kernels.formats import FP8, INT4
-from pallas_kernels.paged_attention.kernel import partial_key, partial_tiles
+from pallas_kernels.paged_attention.kernel import paged_decode_attention, partial_key, partial_tiles
 
 
 @pytest.fixture
@@ -67,6 +68,17 @@ def test_attention_by_powers_of_two(write):
     write({partial_key(*attention(1, 512)): {"tiles": {"splits": 32, "tokens": 32}}})
     assert partial_tiles(*attention(1, 500)) == formula | {"splits": 32, "tokens": 32}
     assert partial_tiles(*attention(1, 513)) == partial_tiles(*attention(2, 512)) == formula
+
+
+@pytest.mark.parametrize(
+    ("tiles", "message"),
+    [({"block_out": 16}, "no parameter block_out"), ({"tokens": 128}, "power of two up to 64"), ({"splits": 3}, "= 3")],
+)
+def test_attention_refuses_tiles(tiles, message):
+    queries, pool, table = attention(1, 4)
+    run = functools.partial(paged_decode_attention, scale=1.0, window=None, softcap=None, tiles=tiles)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(run, queries, (pool,), pool, table, jax.ShapeDtypeStruct((1,), jnp.int32), None)
 
 
 def test_an_entry_of_other_kernels_is_refused(write):
