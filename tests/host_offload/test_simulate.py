@@ -196,6 +196,7 @@ def test_a_run_in_two_parts_is_the_run():
 # --------------------------------------------------------------------------------------------------------- back ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("contract", CONTRACTS)
 def test_numpy_and_jax_decide_alike(scope, contract):
@@ -218,6 +219,7 @@ def test_numpy_and_jax_decide_alike(scope, contract):
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("contract", CONTRACTS)
 def test_unions_over_two_words_of_experts(scope, contract):

@@ -17,6 +17,8 @@ from moe_jax import MoE
 from moe_jax.checkpoint import convert_bin
 from moe_jax.errors import CheckpointError, ConfigError, InputError, TransportError
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4  # logits have a standard deviation of about 2.2
 CONFIG = {
     "dtype": "float32",

@@ -29,6 +29,8 @@ from lossless_runs import (
 
 from moe_jax import MoE
 
+pytestmark = pytest.mark.slow
+
 
 def prompts_of(expected, batch: int) -> np.ndarray:
     """[batch, T]: the oracle's prompt, shifted copies of it beside it so that the rows need different experts."""
@@ -140,7 +142,6 @@ def test_every_step_leaves_the_experts_that_the_replay_leaves(transport, tiny, e
 # ---------------------------------------------------------------------------------------------- the GPU's kernels
 
 
-@pytest.mark.slow
 def test_gpu_kernels_in_the_interpreter(tiny, expected, monkeypatch):
     from moe_jax.engine.loading import CacheBuilder
 

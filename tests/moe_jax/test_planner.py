@@ -44,6 +44,7 @@ def plan(device_bytes=2 * GIB, host_bytes=None, **config):
 
 
 # One of each family, with states, latents, sources and packed experts among them.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     (

@@ -144,6 +144,7 @@ def test_decode_of_hits_deposits_and_bypasses(problem, implementation):
             assert same_bytes(after[name][row], banks[name][row]), f"{name}: row {row} changed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decode_does_not_depend_on_what_was_resident_or_where(problem, implementation):
     """Bit for bit: any rows, any subset of hits, any deposits, and no offloading at all."""
@@ -169,6 +170,7 @@ def test_decode_does_not_depend_on_what_was_resident_or_where(problem, implement
     run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_of_down_may_arrive_between_the_kernels(problem, implementation):
     """`between` comes after gate and up and before down: what it does to the down bank is used, bit for bit."""
@@ -331,6 +333,7 @@ def in_rounds(chunk, run_round):
     return np.asarray(y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_prefill_in_rounds_and_with_everything_resident_gives_the_same_bits(chunk, implementation):
     """Rounds, each over its own experts only, against one round over a bank that holds expert e in row e."""

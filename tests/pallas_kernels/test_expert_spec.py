@@ -118,6 +118,7 @@ PACKED_KERNELS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "B"),
     # The kernels have an arithmetic of their own for one token.
@@ -154,6 +155,7 @@ def test_decode(case, B):
             assert not np.asarray(after[name][4]).any(), f"{name}: a bypassed row was written"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "units", "B"),
     [(MXFP4(), 1, 1), (MXFP4(), 1, 2), (FP8(16), 4, 1), (INT4(32), 2, 1), (INT4(16, zeros=True), 4, 2)],
@@ -181,6 +183,7 @@ def test_rows_of_several_tiles(form, units, B):
     assert np.asarray(again).tobytes() == np.asarray(y).tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES + PACKED_KERNELS, ids=str)
 def test_round(case):
     rng = np.random.default_rng(7)

@@ -74,6 +74,7 @@ def run(implementation, queries, keys, values, table, lengths, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())

@@ -27,6 +27,7 @@ def assert_same(got, expected):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "E", "k"), SHAPES)
 def test_it_is_top_k_of_the_scores_a_router_gives(T, E, k):
     logits = np.random.default_rng([T, E, k]).normal(scale=3, size=(T, E))

@@ -49,6 +49,7 @@ def follow(cache, seed):
     return np.array(hits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 @settings(max_examples=6, deadline=None)
 @given(cache=caches)

@@ -54,6 +54,7 @@ def test_bf16_of_bf16_changes_no_bit(tiny, tmp_path, opened, assert_same):
 TOKENS = (*(("qwen3_moe", form) for form in FORMATS), ("gpt_oss", "int4"), ("deepseek_v3_fp8", "mxfp4"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form"), TOKENS)
 def test_converted_experts_give_the_same_tokens_offloaded(name, form, tiny, tmp_path):
     written, report = prepare(tiny(name), tmp_path / "new", Target(FORMATS[form]), progress=False)
@@ -66,6 +67,7 @@ def test_converted_experts_give_the_same_tokens_offloaded(name, form, tiny, tmp_
 BOUND = {"bf16": 0.003, "fp8": 0.03, "int4": 0.12, "mxfp4": 0.14}  # rms, relative, of random weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", ("gpt_oss", "deepseek_v3_fp8"))
 def test_rows_are_the_formats_of_the_sources_values(name, form, tiny, tmp_path, opened):

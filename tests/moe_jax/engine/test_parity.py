@@ -5,6 +5,8 @@ import pytest
 
 from moe_jax import MoE
 
+pytestmark = pytest.mark.slow
+
 # Every family's tokens and the logits that chose them are compared in `test_lossless_families.py`.
 NAMES = ("mixtral_swa_tied", "qwen3_moe", "gpt_oss")
 TOLERANCE = 1e-4  # logits have a standard deviation of about 2.5

@@ -10,6 +10,8 @@ import pytest
 from host_offload.transport import callback, graph
 from moe_jax import MoE
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     "cache_rate": 0.5,
     "progress": False,

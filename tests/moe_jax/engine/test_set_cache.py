@@ -12,6 +12,8 @@ from moe_jax import MoE
 from moe_jax.engine import loading
 from moe_jax.errors import ConfigError, MoEJaxError
 
+pytestmark = pytest.mark.slow
+
 PROMPT = np.random.default_rng(11).integers(3, 256, 12)
 NEW = 6
 CONFIG = {

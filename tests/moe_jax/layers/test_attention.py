@@ -155,6 +155,7 @@ def test_choose_implementation():
         assert choose_implementation(**{**fits, "tokens": 1, **change}) == "xla", change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", (False, True))
 @pytest.mark.parametrize("window", (None, 5))
 def test_the_decode_kernel_in_a_layer_equals_xla(window, sinks):

@@ -45,6 +45,7 @@ def definition(q, local, start, sinks, entries, sees, window):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", (1, 20))
 @pytest.mark.parametrize("T", (1, 37))
 @pytest.mark.parametrize("kind", ("none", "shared", "chosen"))
@@ -122,6 +123,7 @@ def layer(compression, window=3):
     return attention, (compressed_cache(H, window, compression), compressed_cache(H, window, Compression(4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", (None, Compression(4), Compression(2, (2, 4, 3))))
 def test_garbage_in_recycled_pages_and_dead_rows_change_nothing(compression):
     """NaN in every page, as another sequence may have left it, and a row without a live token beside the others."""

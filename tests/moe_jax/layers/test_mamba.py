@@ -84,6 +84,7 @@ def feed(mamba, x, kv, live):
     return mamba(jnp.asarray(x), kv, AttentionCall(positions, jnp.asarray(live), None, None, "xla"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", ((7,), (3, 4), (1,) * 7, (2, 1, 4)))
 def test_chunks_of_any_size_give_the_same(sizes):
     mamba, x = block(), numbers(B, 7, D)

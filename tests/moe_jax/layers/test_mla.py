@@ -80,6 +80,7 @@ def test_decode_over_latents_equals_prefill_over_expanded_heads(q_rank):
         np.testing.assert_allclose(kv.gather(0, name)[:, :T], steps.gather(0, name)[:, :T], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_decode_kernel_equals_xla():
     attention = layer(7)
     x = jnp.asarray(np.random.default_rng(8).standard_normal((2, 6, D)), jnp.float32)
@@ -137,6 +138,7 @@ def test_dead_tokens_leave_no_trace():
         np.testing.assert_array_equal(after.gather(0, name)[1], kv.gather(0, name)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("v_dim", (HV, H + HR + 3), ids=("narrow values", "wide values"))
 def test_the_fresh_path_pads_to_one_width(v_dim, monkeypatch):
     """cuDNN needs a GPU; the same call with XLA behind it shows that the padding changes nothing."""

@@ -301,6 +301,7 @@ def test_abstract_params_hold_no_memory_and_match_targets(tied):
     assert shapes["embed.weight"] == (32, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, family in BY_NAME.items() if not family.config_cls.encoder_decoder])
 def test_modules_initialise_with_values_of_the_right_scale(name):
     family = BY_NAME[name]

@@ -174,6 +174,7 @@ def prompts(expected):
     return ids, mask
 
 
+@pytest.mark.slow
 def test_released_format_equals_transformers(tiny, prompts, expected):
     """Logits in chunks of 128 tokens; and rows of unequal length with few slots give the tokens of each row alone."""
     want, (ids, mask) = expected("deepseek_v4_fp4"), prompts

@@ -63,6 +63,7 @@ def test_every_module_equals_transformers(name, load_tiny, expected):
     assert kv.lengths.tolist() == [T]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_decode_through_the_cache_equals_transformers(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
@@ -92,6 +93,7 @@ def test_greedy_decode_through_the_cache_equals_transformers(name, load_tiny, ex
     assert kv.lengths.tolist() == [T + steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     (
@@ -127,6 +129,7 @@ def test_batch_of_unequal_prompts_equals_the_left_padded_batch(name, load_tiny, 
         close(name, last[row, 0], want["batch_logits"][row, mask[row]][-1], f"last of row {row}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ("mixtral_swa_tied", "qwen3_moe", "deepseek_v2", "jamba", "gpt_oss", "qwen3_5_moe_vl", "deepseek_v4")
 )
@@ -145,6 +148,7 @@ def test_prefill_in_padded_chunks_equals_one_pass(name, load_tiny, expected):
     assert kv.lengths.tolist() == [T]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("qwen3_moe", "jamba", "qwen3_5_moe", "deepseek_v4"))
 def test_a_finished_row_changes_nothing_for_the_others(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
@@ -168,6 +172,7 @@ def test_a_finished_row_changes_nothing_for_the_others(name, load_tiny, expected
         assert np.any(before != np.asarray(state[0])), "the live row moved on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", (1, 8), ids=("decode", "prefill"))
 @pytest.mark.parametrize("name", ("qwen3_moe", "deepseek_v2_lite", "jamba", "qwen3_5_moe", "deepseek_v4"))
 def test_pools_are_updated_in_place(name, tokens, load_tiny):

@@ -35,6 +35,7 @@ def parts_of(directory, decoded):
         return parts, decoded(parts.store, parts.experts, parts.cfg.hidden_size, parts.cfg.expert_width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", (*NAMES, "gpt_oss_mxfp4"))
 def test_packed_tensors_hold_the_values_of_the_float_checkpoint(name, tiny, tmp_path, decoded_experts):
     form, conversions = FORMATS.get(name, (MXFP4(), {}))
@@ -95,6 +96,7 @@ def close(actual, wanted, what):
     assert difference <= TOLERANCE, f"{what}: differs by {difference:.2e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_module_and_greedy_decode_equal_transformers(name, models, expected):
     (model, _), want = models(name), expected(name)
