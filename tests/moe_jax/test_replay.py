@@ -93,9 +93,9 @@ def test_own_trace_gives_the_same_tokens_and_hits(moe):
     np.testing.assert_array_equal(np.diff(copy.step), np.diff(trace.step))
 
 
+@pytest.mark.parametrize("moe", ["callback"], indirect=True)  # spares a prompt's compilation
 def test_weights_and_experts_decide_the_tokens(moe):
     """Other routing gives other tokens, so it is the trace that decides and not the router."""
-    only_callback(moe, "spares a prompt's compilation")
     prompts = prompts_of(moe, (5,))
     ids, trace = recorded(moe, prompts)
     E = trace.header["E"]
@@ -103,11 +103,6 @@ def test_weights_and_experts_decide_the_tokens(moe):
         (trace.experts + 1) % E, trace.weights[..., ::-1], trace.phase, trace.request, trace.step, trace.header
     )
     assert moe.replay(other, prompts=prompts)[0].tolist() != ids[0].tolist()
-
-
-def only_callback(moe, why):
-    if moe.config.transport != "callback":
-        pytest.skip(why)
 
 
 def test_hits_are_the_simulators(moe):
@@ -128,9 +123,9 @@ def test_hits_are_the_simulators(moe):
             assert moe.stats()["last"][phase]["tokens"] == result.tokens[index]
 
 
+@pytest.mark.parametrize("moe", ["callback"], indirect=True)  # spares two compilations
 def test_policies_see_the_traced_scores(moe):
     """MRS ranks by scores: those of the trace, or the weights where it has none, as in the simulator."""
-    only_callback(moe, "spares two compilations")
     for scores in (True, False):
         trace = made_up(moe, 2, (12,), scores=scores)
         moe.set_cache("mrs", cache_rate=0.5)
@@ -141,8 +136,8 @@ def test_policies_see_the_traced_scores(moe):
     moe.set_cache("lru")
 
 
+@pytest.mark.parametrize("moe", ["callback"], indirect=True)  # spares six compilations
 def test_a_recorded_batch_is_replayed_as_a_batch(moe):
-    only_callback(moe, "spares six compilations")
     rows = np.stack(prompts_of(moe, (4, 4), seed=3))
     moe.set_cache("lru", cache_rate=0.5)
     ids = moe.generate(rows, NEW, eos_token_id=[], do_sample=False, trace=True)[:, 4:]
@@ -185,8 +180,9 @@ def test_what_cannot_be_replayed(moe):
             moe.replay(trace, prompts=[np.array(ids) for ids in prompts])
 
 
+# Only this transport runs a policy that can fail in the middle.
+@pytest.mark.parametrize("moe", ["callback"], indirect=True)
 def test_a_fault_keeps_what_was_made(moe):
-    only_callback(moe, "only this transport runs a policy that can fail in the middle")
     trace = made_up(moe, 6, (5, 6))
 
     class Failing(type(get_policy("lru"))):
