@@ -16,6 +16,7 @@ import os
 import numpy as np
 
 from host_offload.registry import find
+from host_offload.rounding import quotient
 from host_offload.trace import Trace
 
 
@@ -200,8 +201,7 @@ class LFU(AccessPolicy):
 class LFRU(AccessPolicy):
     """Frequency over recency: priority = count / ((t - last) / L + 1), ages in steps.
 
-    As in moe-cache-eval (arXiv 2608.07911). Evaluated as count * L / (t - last + L): integers and one
-    division, which rounds alike in NumPy and XLA.
+    As in moe-cache-eval (arXiv 2608.07911). Evaluated as count * L / (t - last + L), integers and one division.
     """
 
     name = "lfru"
@@ -209,7 +209,7 @@ class LFRU(AccessPolicy):
     def priority(self, xp, state, layer, expert, t):
         L = state["count"].shape[0]
         age = (t - state["last"][layer, expert] + L).astype(xp.float32)
-        return state["count"][layer, expert].astype(xp.float32) * L / age
+        return quotient(xp, state["count"][layer, expert].astype(xp.float32) * L, age)
 
 
 @register

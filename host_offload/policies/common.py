@@ -2,7 +2,7 @@
 
 NumPy and XLA round a product that is added to something differently (XLA may fuse the two), and the float32 of a clock
 ties after 2^24. So policies here rank by integers: sums are kept in fixed point, every product is truncated before
-it is added, and an integer key becomes a priority through its bits.
+it is added, and an integer key becomes a priority through its bits. Division is `host_offload/rounding.py`'s.
 """
 
 import numpy as np

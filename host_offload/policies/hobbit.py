@@ -4,6 +4,7 @@ import numpy as np
 
 from host_offload.policies.common import check_share, from_key, truncated
 from host_offload.policy import AccessPolicy, register, set_row
+from host_offload.rounding import quotient
 
 ONE = 2**20  # fixed point of a term
 
@@ -57,8 +58,7 @@ class HOBBIT(AccessPolicy):
         L = state["last"].shape[0]
 
         def term(index, number, of):
-            # The quotient first, as a scalar: XLA divides an array by a scalar with another rounding than NumPy.
-            unit = np.float32(ONE) / xp.asarray(of).astype(xp.float32) * state["weights"][index]
+            unit = quotient(xp, np.float32(ONE), xp.asarray(of).astype(xp.float32)) * state["weights"][index]
             return xp.minimum(truncated(xp, number[layer, expert], unit), ONE)
 
         steps = t // L + 1

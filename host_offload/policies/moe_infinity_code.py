@@ -5,6 +5,7 @@ import numpy as np
 from host_offload.policies.common import SPAN, from_key
 from host_offload.policies.frequency import LFUInCache
 from host_offload.policy import Policy, register, set_row
+from host_offload.rounding import quotient
 
 FLOOR = 2.0**-20  # what MoE-Infinity's priority function adds to each factor is 1e-6
 
@@ -79,10 +80,11 @@ class MoEInfinityPriority(Policy):
         total = state["total"]
         halves = [_or_one(xp, part, part.sum(dtype=xp.int32)) for part in (total[: L // 2], total[L // 2 :])]
         total = xp.concatenate(halves)
-        share = request[layer, expert].astype(xp.float32) / rows[layer].astype(xp.float32) + np.float32(FLOOR)
-        # The overall share times its sum over FLOOR, for dividing by a common number XLA rounds differently; a product
-        # with a power of two is exact, so fusing it with the sum changes nothing.
-        overall = total[layer, expert].astype(xp.float32) / np.float32(FLOOR) + total.sum(dtype=xp.int32)
+        counts, of = request[layer, expert].astype(xp.float32), rows[layer].astype(xp.float32)
+        share = quotient(xp, counts, of) + np.float32(FLOOR)
+        # The overall share times its sum over FLOOR, which saves a division; a product with a power of two is exact,
+        # so fusing it with the sum changes nothing.
+        overall = total[layer, expert].astype(xp.float32) * np.float32(1 / FLOOR) + total.sum(dtype=xp.int32)
         return state["weight"][state["now"], layer] * share * overall.astype(xp.float32)
 
     def reset(self, xp, state):
