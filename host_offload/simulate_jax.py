@@ -394,7 +394,7 @@ def _layer_event(priority, residents, layer, need, t, capacity, *, forced, E, L,
     """Scope `layer`; residents [Q, L, W] words, need [W] words, capacity [Q]."""
     del L, most
     expert = jnp.arange(E, dtype=jnp.int32)
-    key = _retention_key(jnp, priority(jnp.full_like(expert, layer), expert, t), E)
+    key = _once(_retention_key(jnp, priority(jnp.full_like(expert, layer), expert, t), E))
     mine, other = key[:, None], key[None, :]
     earlier = expert[None, :] < expert[:, None]
     before = _words((other > mine) | ((other == mine) & earlier))  # [E, W]
