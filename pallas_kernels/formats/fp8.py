@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.formats.base import Format, finite_float64
-from pallas_kernels.formats.words import pack, unpack
+from pallas_kernels.formats.words import halves, pack, unpack
 
 # e4m3 values with their bits where float16 has them are their values over UNIT.
 UNIT = 2.0**8
@@ -85,17 +85,28 @@ class FP8(Format):
         return {"": pack(value.view(np.uint8), 8), "_scale": scale}
 
 
-def lane_values(words: jax.Array) -> list[jax.Array]:
-    """Values 4 w + i of each word w over UNIT, float32, for i = 0 .. 3; NaN comes out as 480 / UNIT, see `has_nan`.
+def float16_pairs(words: jax.Array) -> list[jax.Array]:
+    """Bytes i and i + 2 of each word, for i = 0, 1, as float16 bits of their values over UNIT: byte i in the lower half
+    of a word. NaN comes out as 480 / UNIT.
 
     For kernels: two bytes an operation, and no conversion that only newer cards have.
     """
-    halves = []
-    for placed in (words << 8, words):  # bytes 0 and 2, then 1 and 3, in the upper bytes of both halves
-        bits = (placed & np.uint32(0x80008000)) | ((placed >> 1) & np.uint32(0x3F803F80))
-        for half in (bits, bits >> 16):
-            halves.append(jax.lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16).astype(jnp.float32))
-    return [halves[0], halves[2], halves[1], halves[3]]
+    return [
+        (placed & np.uint32(0x80008000)) | ((placed >> 1) & np.uint32(0x3F803F80)) for placed in (words << 8, words)
+    ]
+
+
+def nan_where_stored(pairs: jax.Array) -> jax.Array:
+    """`float16_pairs` with NaN for the bytes that stand for it: these alone carry into the next bit of the exponent,
+    which with those that were set makes a NaN of float16."""
+    carried = (pairs & np.uint32(0x3F803F80)) + np.uint32(0x00800080)
+    return pairs | (carried & np.uint32(0x40004000))
+
+
+def lane_values(words: jax.Array) -> list[jax.Array]:
+    """Values 4 w + i of each word w over UNIT, float32, for i = 0 .. 3; NaN comes out as 480 / UNIT, see `has_nan`."""
+    pairs = [half.astype(jnp.float32) for bits in float16_pairs(words) for half in halves(bits, jnp.float16)]
+    return [pairs[0], pairs[2], pairs[1], pairs[3]]
 
 
 def has_nan(words: jax.Array) -> jax.Array:

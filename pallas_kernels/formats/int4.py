@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.formats.base import Format, finite_float64
-from pallas_kernels.formats.words import pack, unpack
+from pallas_kernels.formats.words import halves, pack, unpack
 
 MIDDLE = 8  # the zero point of a format without zero points
 
@@ -105,17 +105,18 @@ def _in_true_order(w, order, outs):
     return jnp.concatenate(matrices, axis=-2)
 
 
+def pairs(words: jax.Array) -> list[jax.Array]:
+    """q of columns 8 w + i and 8 w + i + 4 of each word w, for i = 0 .. 3: the first in the lower half of a word. For
+    kernels: two nibbles an operation."""
+    return [(words >> 4 * i) & np.uint32(0x000F000F) for i in range(4)]
+
+
 def lane_values(words: jax.Array, zero: jax.Array) -> list[jax.Array]:
-    """q - zero of columns 8 w + i of each word w, float32, for i = 0 .. 7. For kernels: two nibbles an operation.
+    """q - zero of columns 8 w + i of each word w, float32, for i = 0 .. 7.
 
     `zero`: uint32 like `words`, or a number.
     """
     # A float16 with these bits is 1024 + q.
     offset = (zero + np.uint32(1024)).astype(jnp.float32)
-    low, high = [], []
-    for i in range(4):
-        bits = ((words >> 4 * i) & np.uint32(0x000F000F)) | np.uint32(0x64006400)
-        for half, bits_ in ((low, bits), (high, bits >> 16)):
-            value = jax.lax.bitcast_convert_type(bits_.astype(jnp.uint16), jnp.float16)
-            half.append(value.astype(jnp.float32) - offset)
-    return low + high
+    low, high = zip(*(halves(q | np.uint32(0x64006400), jnp.float16) for q in pairs(words)), strict=True)
+    return [value.astype(jnp.float32) - offset for value in low + high]

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.formats.base import Format, finite_float64
-from pallas_kernels.formats.words import pack, unpack
+from pallas_kernels.formats.words import halves, pack, unpack
 
 # e2m1 codes with their bits where float16 has them are their values over UNIT.
 UNIT = 2.0**14
@@ -77,16 +77,21 @@ class MXFP4(Format):
         return {"": pack(code.reshape(w.shape), 4), "_scale": pack(byte, 8)}
 
 
-def lane_values(words: jax.Array) -> list[jax.Array]:
-    """Values 8 w + i of each word w over UNIT, float32, for i = 0 .. 7. For kernels: two nibbles an operation."""
-    low, high = [], []
-    for i in range(4):  # nibbles i and i + 4, to the upper bits of both halves of the word
+def float16_pairs(words: jax.Array) -> list[jax.Array]:
+    """Nibbles i and i + 4 of each word, for i = 0 .. 3, as float16 bits of their values over UNIT: nibble i in the lower
+    half of a word. For kernels: two nibbles an operation."""
+    pairs = []
+    for i in range(4):
         sign = (words << 12 - 4 * i) & np.uint32(0x80008000)
         code = (words << 9 - 4 * i if i < 3 else words >> 3) & np.uint32(0x0E000E00)
-        for half, bits in ((low, sign | code), (high, (sign | code) >> 16)):
-            value = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
-            half.append(value.astype(jnp.float32))
-    return low + high
+        pairs.append(sign | code)
+    return pairs
+
+
+def lane_values(words: jax.Array) -> list[jax.Array]:
+    """Values 8 w + i of each word w over UNIT, float32, for i = 0 .. 7."""
+    low, high = zip(*(halves(bits, jnp.float16) for bits in float16_pairs(words)), strict=True)
+    return [value.astype(jnp.float32) for value in low + high]
 
 
 def block_factors(bytes_: jax.Array) -> jax.Array:

@@ -15,6 +15,11 @@ def unpack(words: jax.Array, bits: int) -> jax.Array:
     return values.reshape(*words.shape[:-1], -1)
 
 
+def halves(words: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """(lower, upper) 16 bits of each word as numbers of the 16-bit floating `dtype`. For kernels."""
+    return tuple(jax.lax.bitcast_convert_type(half.astype(jnp.uint16), dtype) for half in (words, words >> 16))
+
+
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
     """Words [..., ceil(n * bits / 32)] uint32 of values [..., n] below 2^bits, bits 4 or 8; zeros fill the last word.
 

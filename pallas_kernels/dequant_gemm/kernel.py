@@ -1,0 +1,165 @@
+"""One kernel for all row counts: a tile of weights is decoded in registers and multiplied by tensor cores.
+
+Program (j, i, s) sums BN outputs of BM rows of x over the s-th share of the columns, in fp32. The tile is computed as
+y^T = W x^T: tensor cores of Hopper take their first operand from registers, where decoded weights are, and the second
+from shared memory, where x can stay. Up to BM rows of x read every word of W once.
+
+Where outputs and rows give too few programs for the machine, the columns are shared out over `splits` of them. Each
+writes its sums to a place of its own; they are added in order, so the result is the same in every run.
+
+A row past the end of x or W is the last one again: it computes and stores the same values, and nothing is masked.
+
+Limits on a GPU (bf16, compiled for sm_90): the default tiles take up to 206 registers a thread and 131 KiB of shared
+memory (FP8, BM = BN = 128, three stages). Products of float32 are no tensor core's.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._compat import call, cdiv, next_power_of_2, pl, pltriton, store
+from pallas_kernels.dequant_gemm.weights import (
+    LEAST,
+    arrange,
+    least_columns,
+    load_columns,
+    most_columns,
+    tile,
+    unit,
+)
+from pallas_kernels.formats import INT4, Dense, Format
+from pallas_kernels.tile_table import table_key, with_measured
+
+PROGRAMS = 132  # multiprocessors of an H200
+MOST_SPLITS = 16
+
+
+def _kernel(x_ref, *refs, form, size, width, count, block_rows, block_out, block_in, splits, biased):
+    """refs: parts of W [size, width], bias if `biased`, then y [count, size] or, of splits, [splits, count, size]."""
+    *weights, y_ref = refs
+    bias_ref = weights.pop() if biased else None
+    j, i, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    out = _up_to_last(j, block_out, size)
+    rows = _up_to_last(i, block_rows, count)
+    steps = cdiv(width, block_in)
+    first = split * steps // splits
+    share = steps // splits if steps % splits == 0 else (split + 1) * steps // splits - first
+
+    def step(k, acc):
+        at = first + k
+        w, scale = tile(form, weights, out, at, width=width, columns=block_in, dtype=x_ref.dtype)
+        x, _ = load_columns(x_ref, rows, at, block_in, x_ref.shape[1])
+        product = pltriton.dot(w, x, trans_b=True, allow_tf32=False)
+        return acc + (product if scale is None else product * scale[:, None])
+
+    y = jax.lax.fori_loop(0, share, step, jnp.zeros((block_out, block_rows), jnp.float32)) * unit(form)
+    if biased:
+        y += bias_ref[out].astype(jnp.float32)[:, None]
+    place = rows[:, None], out[None, :]
+    store(y_ref.at[place if splits == 1 else (split, *place)], y.T.astype(y_ref.dtype))
+
+
+def _up_to_last(block, size, end):
+    """[size] numbers of a block, those from `end` on replaced by the last before it."""
+    numbers = block * size + jnp.arange(size, dtype=jnp.int32)
+    return numbers if end % size == 0 else jnp.minimum(numbers, end - 1)
+
+
+def _padded(rows: int) -> int:
+    """The row count by which tiles are chosen: rows of one class get the same bits."""
+    return max(LEAST, next_power_of_2(rows))
+
+
+def gemm_key(size: int, width: int, rows: int, form: Format, itemsize: int = 2) -> str:
+    """The key of `gemm_tiles` in the table of measured tiles."""
+    return table_key("dequant_gemm", repr(form), f"N{size} D{width} {itemsize}-byte M{_padded(rows)}")
+
+
+def gemm_tiles(size: int, width: int, rows: int, form: Format, itemsize: int = 2) -> dict:
+    """Tiles for W [N, D] = [size, width] and `rows` rows of x of a compute dtype of `itemsize` bytes.
+
+    block_rows and block_out: BM and BN. block_in: columns of a step, at most those of one scale. splits: programs that
+    share the columns of a tile. Measured ones take the place of these.
+    """
+    padded = _padded(rows)
+    if itemsize > 2:  # all operands of a product lie in registers
+        block_rows, block_out, block_in = min(padded, 32), 32, 32
+    else:
+        block_rows = min(padded, 128)
+        block_out, block_in = 128 if block_rows == 128 else 64, 64 if isinstance(form, Dense) else 128
+    block_in = min(block_in, most_columns(form))
+    programs = cdiv(size, block_out) * cdiv(padded, block_rows)
+    # A program that reads few rows waits for memory: four of them keep a multiprocessor busy.
+    wanted = PROGRAMS if block_rows == 128 else 4 * PROGRAMS
+    splits = max(1, min(wanted // programs, cdiv(width, block_in) // 4, MOST_SPLITS))
+    formula = dict(
+        block_rows=block_rows,
+        block_out=block_out,
+        block_in=block_in,
+        splits=1 << (splits.bit_length() - 1),
+        num_warps=8 if block_out == 128 else 4,
+        num_stages=3 if block_rows == 128 else 4,
+    )
+    return with_measured(gemm_key(size, width, rows, form, itemsize), formula)
+
+
+def _resolved(defaults, overrides, form, width):
+    """All tiles as a static argument; raises ValueError for those that cannot run."""
+    if unknown := set(overrides or {}) - set(defaults):
+        raise ValueError(f"tiles: no parameter {', '.join(sorted(unknown))}; they are {', '.join(defaults)}")
+    tiles = defaults | (overrides or {})
+    columns = least_columns(form), most_columns(form)
+    for name, (least, most) in {"block_rows": (LEAST, 256), "block_out": (LEAST, 256), "block_in": columns}.items():
+        value = tiles[name]
+        if not least <= value <= most or value & (value - 1):
+            raise ValueError(
+                f"tiles[{name!r}] = {value} for {form.name} weights: must be a power of two from {least} to {most}"
+            )
+    steps = cdiv(width, tiles["block_in"])
+    if not 1 <= tiles["splits"] <= steps:
+        raise ValueError(f"tiles['splits'] = {tiles['splits']}: a row of {steps} steps has 1 to {steps} shares")
+    return tuple(tiles.items())
+
+
+@functools.partial(jax.jit, static_argnames=("form", "out_dtype", "tiles", "interpret"))
+def _run(x, weights, order, bias, *, form, out_dtype, tiles, interpret):
+    tiles = dict(tiles)
+    launch = {name: tiles.pop(name) for name in ("num_warps", "num_stages")}
+    (count, width), size, splits = x.shape, weights[0].shape[0], tiles["splits"]
+    if order is not None:
+        x = jnp.take(x, order, axis=1)
+    x = arrange(x, form, tiles["block_in"])
+    one = splits == 1
+    biased = bias is not None and one
+    body = functools.partial(_kernel, form=form, size=size, width=width, count=count, biased=biased, **tiles)
+    y = call(
+        body,
+        grid=(cdiv(size, tiles["block_out"]), cdiv(count, tiles["block_rows"]), splits),
+        out_shape=jax.ShapeDtypeStruct(
+            (count, size) if one else (splits, count, size), out_dtype if one else jnp.float32
+        ),
+        name="dequant_gemm",
+        interpret=interpret,
+        **launch,
+    )(x, *weights, *((bias,) if biased else ()))
+    if one:
+        return y
+    total = functools.reduce(jnp.add, [y[split] for split in range(splits)])  # in this order
+    return (total if bias is None else total + bias.astype(jnp.float32)).astype(out_dtype)
+
+
+def dequant_gemm(x, parts, form, bias, out_dtype, *, tiles=None, interpret=False):
+    """See `pallas_kernels.dequant_gemm.dequant_gemm`.
+
+    tiles: overrides of `gemm_tiles` (for the benchmarks). Raises ValueError for unknown ones, and for those out of
+    range.
+    """
+    order = None
+    if isinstance(form, INT4) and form.order:
+        order, form = parts["_order"][0], replace(form, order=False)
+    (rows, width), size = x.shape, parts[""].shape[0]
+    static = _resolved(gemm_tiles(size, width, rows, form, x.dtype.itemsize), tiles, form, width)
+    weights = tuple(parts[suffix] for suffix in form.suffixes)
+    return _run(x, weights, order, bias, form=form, out_dtype=jnp.dtype(out_dtype), tiles=static, interpret=interpret)

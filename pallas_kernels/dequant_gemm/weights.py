@@ -1,0 +1,156 @@
+"""Tiles of stored weights, decoded in registers into operands of the tensor cores.
+
+A word holds `2 P` neighbouring values of a row. Shifts and masks on whole words give P words of two values each, value
+i in the lower and value i + P in the upper half: two neighbours of an operand in one register. So the columns of a step
+are taken in the order
+
+    column P j + i comes at place i C / P + j        of C columns, i = 0 .. P - 1,
+
+by weights and x alike (`arrange`), and no decoded value has to change its thread.
+
+Codes of FP8 and INT4 are exact in 16-bit floats: a tile keeps them as they are, and the scale of a row's columns is
+applied to the sums of their products. MXFP4 has four scales a step, powers of two: its values are scaled themselves.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels._compat import cdiv, divisor_block, load
+from pallas_kernels.formats import FP8, INT4, MXFP4, Dense, Format, fp8, int4, mxfp4
+from pallas_kernels.formats.words import halves
+
+LEAST = 16  # side of the tensor cores' smallest tile
+MOST_COLUMNS = 128  # that one entry of MXFP4's scales serves; rows of 256 bytes of 16-bit floats
+
+
+def _scaled_together(form: Format) -> int | None:
+    """Columns of a row that share a scale which is applied to sums; None: weights without such scales."""
+    if isinstance(form, FP8):
+        return form.block
+    return form.group if isinstance(form, INT4) else None
+
+
+def most_columns(form: Format) -> int:
+    """The largest power of two of columns that a step may take."""
+    together = _scaled_together(form)
+    return MOST_COLUMNS if together is None else divisor_block(together, MOST_COLUMNS)
+
+
+def least_columns(form: Format) -> int:
+    """The smallest one: a whole tile of tensor cores, and a whole block of MXFP4."""
+    return form.block if isinstance(form, MXFP4) else LEAST
+
+
+def without_kernel(form: Format) -> str | None:
+    """Why no kernel multiplies with weights of a format, one clause; None if one does."""
+    if not isinstance(form, Dense | FP8 | INT4 | MXFP4):
+        return f"no kernel reads {form.name} weights"
+    if most_columns(form) < LEAST:
+        return f"the kernel needs a multiple of {LEAST} columns a scale, {form.name} has {_scaled_together(form)}"
+    return None
+
+
+def pairs_a_word(form: Format) -> int:
+    """P; 1 for dense weights, which keep their order."""
+    return 1 if isinstance(form, Dense) else 2 if isinstance(form, FP8) else 4
+
+
+def arrange(x: jax.Array, form: Format, columns: int) -> jax.Array:
+    """x [M, D] with its columns in the order of the tiles, padded with zeros to whole steps of `columns`.
+
+    Dense weights take x as it is.
+    """
+    if isinstance(form, Dense):
+        return x
+    each = pairs_a_word(form)
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % columns)))
+    return x.reshape(x.shape[0], -1, columns // each, each).swapaxes(-1, -2).reshape(x.shape)
+
+
+def tile(form: Format, refs, rows, step, *, width: int, columns: int, dtype):
+    """Weights of one step: (values [R, columns] in `dtype`, scale [R] f32 or None), W = values * scale * `unit(form)`.
+
+    refs: of the parts of one matrix, as `form.suffixes`; rows: [R] i32; step: number of the `columns` columns, of rows
+    of `width` values. Columns past the width are zeros.
+    """
+    read = {Dense: _dense, FP8: _fp8, INT4: _int4, MXFP4: _mxfp4}[type(form)]
+    return read(form, refs, rows, step, width, columns, dtype)
+
+
+def unit(form: Format) -> float:
+    """The power of two that `tile` leaves out of all values."""
+    return fp8.UNIT if isinstance(form, FP8) else 1.0
+
+
+def load_columns(ref, rows, step, size, end):
+    """(ref [rows, columns] in `rows` [R] and the `size` columns of a step, zeros from column `end` on; which columns
+    [1, size] come before, None if those of all steps do)."""
+    at = step * size + jnp.arange(size, dtype=jnp.int32)[None, :]
+    if end % size == 0:
+        return load(ref.at[(rows[:, None], at)]), None
+    inside = at < end
+    mask = jnp.broadcast_to(inside, (rows.shape[0], size))
+    return load(ref.at[(rows[:, None], at)], mask=mask, other=0), inside
+
+
+def _side_by_side(tiles):
+    """[R, n] arrays, a power of two of them, one after the other along the columns.
+
+    By stacking, which costs nothing: concatenation does not lower.
+    """
+    count = len(tiles)
+    while len(tiles) > 1:
+        half = len(tiles) // 2
+        tiles = [jnp.stack(both, axis=-1) for both in zip(tiles[:half], tiles[half:], strict=True)]
+    rows, size = tiles[0].shape[:2]
+    return jnp.moveaxis(tiles[0], 1, -1).reshape(rows, count * size)
+
+
+def _operand(pairs, decode):
+    """[R, columns] of words [R, n] with a value in each half; `decode`: halves [R, n] -> values."""
+    return _side_by_side(
+        [jnp.stack([decode(half) for half in both], -1).reshape(both[0].shape[0], -1) for both in pairs]
+    )
+
+
+def _dense(form, refs, rows, step, width, columns, dtype):
+    values, _ = load_columns(refs[0], rows, step, columns, width)
+    return values.astype(dtype), None
+
+
+def _fp8(form, refs, rows, step, width, columns, dtype):
+    words, _ = load_columns(refs[0], rows, step, columns // 4, cdiv(width, 4))
+    if filled := width % 4:  # what follows the last value may be anything
+        at = step * (columns // 4) + jnp.arange(columns // 4, dtype=jnp.int32)[None, :]
+        words &= jnp.where(at == width // 4, np.uint32(2 ** (8 * filled) - 1), np.uint32(0xFFFFFFFF))
+    pairs = [halves(fp8.nan_where_stored(bits), jnp.float16) for bits in fp8.float16_pairs(words)]
+    scale = load(refs[1].at[(rows // form.block, step * columns // form.block)])
+    return _operand(pairs, lambda half: half.astype(dtype)), scale
+
+
+def _int4(form, refs, rows, step, width, columns, dtype):
+    words, _ = load_columns(refs[0], rows, step, columns // 8, width // 8)
+    group = step * columns // form.group
+    # Floats with these bits are 128 + q (bfloat16) and 1024 + q (float16), and the difference to 128 + zero is exact.
+    half, bits, base = (jnp.bfloat16, 0x4300, 128) if dtype == jnp.bfloat16 else (jnp.float16, 0x6400, 1024)
+    zero = jnp.asarray(base + int4.MIDDLE, half)
+    if form.zeros:
+        nibble = (load(refs[2].at[(rows, group >> 3)]) >> (4 * (group & 7)).astype(jnp.uint32)) & 15
+        zero = (nibble + np.uint32(base)).astype(jnp.float32).astype(half)[:, None]
+    pairs = [halves(q | np.uint32(bits << 16 | bits), half) for q in int4.pairs(words)]
+    scale = load(refs[1].at[(rows, group)]).astype(jnp.float32)
+    return _operand(pairs, lambda value: (value - zero).astype(dtype)), scale
+
+
+def _mxfp4(form, refs, rows, step, width, columns, dtype):
+    words, inside = load_columns(refs[0], rows, step, columns // 8, width // 8)
+    first = step * (columns // form.block)  # block of the step's first column
+    byte = first % 4 + jnp.arange(columns // 8, dtype=jnp.int32) // (form.block // 8)
+    scales = load(refs[1].at[(rows, first // 4)])
+    factor = mxfp4.block_factors((scales[:, None] >> (8 * byte).astype(jnp.uint32)[None, :]) & 255)
+    if inside is not None:  # a byte past the last block may be anything
+        factor = jnp.where(inside, factor, 0)
+    whole = jnp.float16(mxfp4.UNIT)  # exact in float16; with the factor it could overflow
+    pairs = [halves(bits, jnp.float16) for bits in mxfp4.float16_pairs(words)]
+    return _operand(pairs, lambda half: ((half * whole).astype(jnp.float32) * factor).astype(dtype)), None
