@@ -34,9 +34,9 @@ class Part:
 
     def array(self, checkpoint: Any) -> np.ndarray:
         """The part as a read-only array [...] over the checkpoint's memory, or a new one if `view` makes one."""
-        arrays = [checkpoint.view(name) for name in (self.file, *self.beside)]
-        if self.index is not None:
-            arrays = [array[self.index, ...] for array in arrays]
+        tensors = [checkpoint.view(name) for name in (self.file, *self.beside)]
+        # What is not an array yet (`disk_reader.StoredTensors`) is read here: all of it, or the share alone.
+        arrays = [np.asarray(tensor if self.index is None else tensor[self.index, ...]) for tensor in tensors]
         return arrays[0] if self.view is None else self.view(*arrays)
 
     def form(self, checkpoint: Any) -> tuple[tuple[int, ...], np.dtype]:

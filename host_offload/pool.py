@@ -40,6 +40,17 @@ def host_view(array):
     return np.frombuffer(buffer, np.uint8).view(array.dtype).reshape(array.shape)
 
 
+def host_memory_error(error: Exception, done: int, total: int) -> HostMemoryError | None:
+    """What to raise for an `error` of an allocation that got `done` of `total` bytes; None: it is no lack of memory."""
+    if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+        return None
+    return HostMemoryError(
+        f"pinned host memory ran out after {done / 1e9:.1f} of {total / 1e9:.1f} GB of expert rows: set "
+        f"{HOST_LIMIT_VARIABLE}={math.ceil(total / 1e9 * 1.1) + 2} before jax starts "
+        f"(now {os.environ.get(HOST_LIMIT_VARIABLE, '64, its default')}), or free host memory"
+    )
+
+
 class ExpertPool:
     """All expert rows of a model at rest: `slabs[l][name]` is a pinned_host array [E, *shape].
 
@@ -47,8 +58,11 @@ class ExpertPool:
     time. `close()` gives the memory back; the arrays must not be in use by a running program then.
 
     Attributes:
+      adjacent: True, a tensor's rows of experts e and e + 1 follow each other in memory.
       allocate_seconds: time until all pinned memory was there; fill_seconds: time of `fill`, 0 before it.
     """
+
+    adjacent = True
 
     def __init__(self, spec, device=None):
         self.spec = spec
@@ -64,15 +78,15 @@ class ExpertPool:
         except Exception as error:
             done = sum(slab.nbytes for layer in self.slabs for slab in layer.values())
             self.close()
-            if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+            lack = host_memory_error(error, done, self.nbytes)
+            if lack is None:
                 raise
-            total = spec.L * spec.E * spec.row_bytes
-            raise HostMemoryError(
-                f"pinned host memory ran out after {done / 1e9:.1f} of {total / 1e9:.1f} GB of expert rows: set "
-                f"{HOST_LIMIT_VARIABLE}={math.ceil(total / 1e9 * 1.1) + 2} before jax starts "
-                f"(now {os.environ.get(HOST_LIMIT_VARIABLE, '64, its default')}), or free host memory"
-            ) from error
+            raise lack from error
         self._views = [{name: host_view(slab) for name, slab in layer.items()} for layer in self.slabs]
+        self._places = [
+            {name: (slab.unsafe_buffer_pointer(), spec.nbytes(name)) for name, slab in layer.items()}
+            for layer in self.slabs
+        ]
         self.allocate_seconds = time.perf_counter() - started
 
     @property
@@ -84,9 +98,18 @@ class ExpertPool:
         """NumPy view [E, *shape] of a slab, without a copy."""
         return self._views[layer][name]
 
+    def row(self, layer: int, name: str, expert: int) -> np.ndarray:
+        """One row tensor [*shape] where it lies."""
+        return self._views[layer][name][expert, ...]
+
+    def stored(self, layer: int, name: str, expert: int) -> np.ndarray:
+        """One row tensor as it is at rest, for checks: the same."""
+        return self.row(layer, name, expert)
+
     def address(self, layer: int, name: str, expert: int) -> int:
         """Host address of one row tensor."""
-        return self.slabs[layer][name].unsafe_buffer_pointer() + expert * self.spec.nbytes(name)
+        start, nbytes = self._places[layer][name]
+        return start + expert * nbytes
 
     def fill(self, store, threads=None, progress=None):
         """Reads every row from `store` (a `RowSource`) with `threads` threads; returns seconds.
@@ -123,7 +146,7 @@ class ExpertPool:
 
     def close(self):
         """Frees the slabs now. Safe to call twice."""
-        self._views = []
+        self._views = self._places = []
         for layer in self.slabs:
             for slab in layer.values():
                 if not slab.is_deleted():

@@ -150,6 +150,15 @@ class ExpertStore:
         """The checkpoint's fingerprint."""
         return self._checkpoint.fingerprint()
 
+    def places(self) -> dict[str, Any]:
+        """{file tensor: where it lies, as `checkpoint.place` says} of all that the rows are made of."""
+        parts = (part for layers in self._sources.values() for rows in layers for parts in rows for part in parts)
+        return {name: self._checkpoint.place(name) for part in parts for name in (part.file, *part.beside)}
+
+    def over(self, checkpoint: Any) -> ExpertStore:
+        """The same rows from another way to read the same tensors."""
+        return ExpertStore(checkpoint, self._sources, self.spec)
+
     def close(self) -> None:
         """Closes the checkpoint."""
         self._checkpoint.close()
@@ -206,13 +215,15 @@ class PackedRows:
     wrote them, so a process that still reads an older build keeps what it opened. Reading is thread-safe.
     """
 
-    def __init__(self, directory: Path, spec: RowSpec, files: Sequence[int], checksums: Sequence[Sequence[int]]):
-        self.directory = directory
+    def __init__(
+        self, paths: Sequence[Path], spec: RowSpec, files: Sequence[int], checksums: Sequence[Sequence[int]]
+    ):  # fmt: skip
+        self.directory = paths[0].parent
         self.spec = spec
-        self._files = list(files)  # descriptors, one a layer
+        self._paths, self._files = list(paths), list(files)  # a file and its descriptor a layer
         self._checksums = checksums
         self._stride = row_stride(spec)
-        self._offset = dict(zip(spec.tensors, _offsets(spec), strict=True))
+        self._offset = row_offsets(spec)
 
     @classmethod
     def open_or_build(
@@ -275,7 +286,7 @@ class PackedRows:
                 files.append(file)
                 if os.fstat(file).st_size != size:
                     raise StoreError(f"{directory / name} has {os.fstat(file).st_size} bytes instead of {size}")
-            rows = cls(directory, spec, files, header["crc32"])
+            rows = cls([directory / name for name in header["files"]], spec, files, header["crc32"])
             rows.verify(_sample(spec))
             opened.pop_all()  # all is well: the descriptors now belong to `rows`
         return rows
@@ -300,6 +311,10 @@ class PackedRows:
             if zlib.crc32(buffer) != self._checksums[layer][e]:
                 raise StoreError(f"{self.directory}: expert {e} of MoE layer {layer} is damaged (checksum differs)")
 
+    def row_file(self, layer: int) -> tuple[Path, int, Sequence[int]]:
+        """(file of a MoE layer's rows, a descriptor of it that is open until `close`, each row's CRC-32)."""
+        return self._paths[layer], self._files[layer], self._checksums[layer]
+
     def close(self) -> None:
         """Closes the files. Calling it twice is fine; reading afterwards is an error."""
         files, self._files = self._files, []
@@ -317,14 +332,27 @@ class PackedRows:
             ) from error
 
 
-def read_at(file: int, offset: int, out: np.ndarray) -> None:
-    """Fills `out`, of any shape and C-contiguous, with a file's bytes from `offset` on. Raises EOFError if it ends."""
-    target, done = memoryview(out.reshape(-1).view(np.uint8)), 0
-    while done < len(target):  # one system call moves at most 2 GiB
-        got = os.preadv(file, [target[done:]], offset + done)
+def read_at(file: int, offset: int, *outs: np.ndarray) -> None:
+    """Fills `outs`, of any shape and C-contiguous, one after the other with a file's bytes from `offset` on.
+
+    One system call if the system gives all at once. Raises EOFError if the file ends before, OSError as preadv does.
+    """
+    left = [memoryview(out.reshape(-1).view(np.uint8)) for out in outs if out.size]
+    while left:  # one system call moves at most 2 GiB
+        try:
+            got = os.preadv(file, left, offset)
+        except OSError:
+            # Direct reads that come to an end which is not a block's refuse to go on from there.
+            if offset < os.fstat(file).st_size:
+                raise
+            got = 0
         if got == 0:
-            raise EOFError(f"the file ends {len(target) - done} bytes early")
-        done += got
+            raise EOFError(f"the file ends {sum(map(len, left))} bytes early, at byte {offset}")
+        offset += got
+        while left and got >= len(left[0]):
+            got -= len(left.pop(0))
+        if got:
+            left[0] = left[0][got:]
 
 
 def row_stride(spec: RowSpec) -> int:
@@ -332,10 +360,19 @@ def row_stride(spec: RowSpec) -> int:
     return -(-spec.row_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _offsets(spec: RowSpec) -> list[int]:
-    """Byte offset of each tensor in its row."""
+def row_offsets(spec: RowSpec) -> dict[str, int]:
+    """Byte offset of each tensor in its packed row."""
     sizes = [spec.nbytes(name) for name in spec.tensors]
-    return [sum(sizes[:i]) for i in range(len(sizes))]
+    return {name: sum(sizes[:i]) for i, name in enumerate(spec.tensors)}
+
+
+def row_views(spec: RowSpec, row: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of one packed row: views of its bytes [row_stride] uint8, by name."""
+    offsets = row_offsets(spec)
+    return {
+        name: row[offsets[name] : offsets[name] + spec.nbytes(name)].view(dtype).reshape(shape)
+        for name, (shape, dtype) in spec.tensors.items()
+    }
 
 
 def _sample(spec: RowSpec) -> list[tuple[int, int]]:
@@ -433,9 +470,8 @@ def _write_layer(
 
     def write(e: int) -> int:
         row = np.zeros(stride, np.uint8)
-        for name, offset in zip(spec.tensors, _offsets(spec), strict=True):
-            shape, dtype = spec.tensors[name]
-            store.read(layer, e, name, row[offset : offset + spec.nbytes(name)].view(dtype).reshape(shape))
+        for name, view in row_views(spec, row).items():
+            store.read(layer, e, name, view)
         data, done = memoryview(row), 0
         while done < stride:
             done += os.pwrite(file, data[done:], e * stride + done)

@@ -92,6 +92,10 @@ class PlayedCuda(ModuleType):
         self.host.ended |= stream.ended
         return (0,)
 
+    def cudaEventSynchronize(self, event):
+        self.host.ended |= event.ended
+        return (0,)
+
     def cudaMemcpyAsync(self, to, source, nbytes, kind, stream):
         if self.fails("cudaMemcpyAsync", stream):
             return (2,)

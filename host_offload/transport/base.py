@@ -22,7 +22,7 @@ class Transport(abc.ABC):
 
     Args:
       spec: `RowSpec` of the experts.
-      pool: `ExpertPool`, or None when every expert is resident.
+      pool: `ExpertPool` or, in the transport `callback` alone, `DiskTier`; None when every expert is resident.
       budget: `SlotBudget`, the slots of this cache.
       policy: `Policy`; select: the member in charge when that is a `PolicySet`.
       forced_admit: contract `atomic-forced-admit` instead of `atomic-bypass`.
@@ -122,7 +122,8 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def read_counters(self, state):
-        """[L, 4] int32 NumPy counters of the last jitted call."""
+        """[L, 4] NumPy counters of the last jitted call, with those of `DiskTier.take_counters` after them if there is
+        a tier."""
 
     @abc.abstractmethod
     def reset_policy(self, state):
@@ -141,7 +142,7 @@ class Transport(abc.ABC):
 
     def verify(self, state, pool):
         """Raises ValueError unless the tables are inverse, and RuntimeError unless every occupied row holds the bytes
-        that `pool` has of its expert."""
+        that `pool` has of its expert (those on disk, if it is a `DiskTier`)."""
         slot_of, owner = self.tables(state)
         check_invariants(slot_of, owner)
         for name in self.spec.tensors:
@@ -150,7 +151,7 @@ class Transport(abc.ABC):
                 bank = np.asarray(bank)
             for row in np.flatnonzero(owner >= 0):
                 layer, expert = divmod(int(owner[row]), self.spec.E)
-                wanted = pool.view(layer, name)[expert]
+                wanted = pool.stored(layer, name, expert)
                 if np.asarray(bank[row]).tobytes() != wanted.tobytes():
                     raise RuntimeError(f"bank {name!r} row {row} differs from layer {layer} expert {expert}, its owner")
 

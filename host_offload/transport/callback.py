@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from host_offload.disk_tier import DiskTier
 from host_offload.plan import apply, plan_event
 from host_offload.schedule import Schedule, max_rounds, schedule_rounds
 from host_offload.slots import HITS, SlotCache, empty_banks
@@ -22,7 +23,7 @@ from pallas_kernels.expert_ffn import expert_ffn_decode
 
 
 class CallbackTransport(Transport):
-    """Host-side cache.
+    """Host-side cache. Its pool may be a `DiskTier`.
 
     Owner of the tables: XLA's execution thread while a jitted call runs, else the engine's thread.
     """
@@ -33,7 +34,8 @@ class CallbackTransport(Transport):
         super().__init__(*args, **kwargs)
         self.mover = make_mover(self.pool, early=len(self.experts.parts("gate_up")))
         self._calls = HostCalls(self.mover)
-        self._rounds = RoundMoves(self.mover)
+        self._tier = self.pool if isinstance(self.pool, DiskTier) else None
+        self._rounds = RoundMoves(self.mover, self._tier)
         self._clear()
 
     def _clear(self):
@@ -78,10 +80,12 @@ class CallbackTransport(Transport):
 
     def read_counters(self, state):
         counters, self._counters = self._counters, np.zeros_like(self._counters)
-        return counters
+        return counters if self._tier is None else np.hstack([counters, self._tier.take_counters()])
 
     def reset_policy(self, state):
         self._policy_state = self.policy.reset(np, self._policy_state)
+        if self._tier is not None:
+            self._tier.reset_policy()
         return state
 
     def take_error(self):
@@ -221,8 +225,11 @@ class CallbackTransport(Transport):
         row_of_listed = self._slot_of[layer, listed]
         absent = row_of_listed < 0
         all_hit = not absent.any()
+        missing = () if all_hit else np.sort(listed[absent])
+        if self._tier is not None:
+            self._tier.event(layer, missing)
+            self._tier.ensure(layer, missing)
         if not all_hit:  # free rows now, in the order that `plan_event` assigns them
-            missing = np.sort(listed[absent])
             free = np.flatnonzero(self._owner < 0)[: missing.size]
             row_of_listed[absent] = free[np.searchsorted(missing, listed[absent])]
             self.mover.move(ctx, banks, layer, list(zip(missing.tolist(), free.tolist(), strict=True)))

@@ -88,17 +88,16 @@ class CudaMover:
     execution thread, which runs the host calls one after another.
 
     Args:
-      pool: `ExpertPool`.
+      pool: `ExpertPool`, or a `DiskTier` that holds what is moved.
       early: how many row tensors, from the first, a decode event needs before the others.
     """
 
     STREAMS = 2
 
     def __init__(self, pool, early=1):
-        self._pool = pool  # kept alive: copies read its slabs by address
+        self._pool = pool  # kept alive: copies read its rows by address
         self._early = early
         self._nbytes = {name: pool.spec.nbytes(name) for name in pool.spec.tensors}
-        self._host = [{name: slab.unsafe_buffer_pointer() for name, slab in layer.items()} for layer in pool.slabs]
         self._staging = Staging()
         flags = cudart.cudaStreamNonBlocking
         self._streams = [check(cudart.cudaStreamCreateWithFlags(flags)) for _ in range(self.STREAMS)]
@@ -134,10 +133,10 @@ class CudaMover:
         check(cudart.cudaMemcpyAsync(pointer(buffer), address, array.nbytes, H2D, ctx.stream))
 
     def _copy(self, name, bank, layer, runs):
-        nbytes, host = self._nbytes[name], self._host[layer][name]
+        nbytes = self._nbytes[name]
         for index, (expert, row, count) in enumerate(runs):
             stream = self._streams[index % self.STREAMS]
-            at, source = bank + row * nbytes, host + expert * nbytes
+            at, source = bank + row * nbytes, self._pool.address(layer, name, expert)
             check(cudart.cudaMemcpyAsync(at, source, count * nbytes, H2D, stream))
 
     def _record(self, events):
@@ -176,7 +175,7 @@ class CudaMover:
         check(cudart.cudaEventRecord(self._computed, ctx.stream))
         for stream in self._streams:
             check(cudart.cudaStreamWaitEvent(stream, self._computed, 0))
-        runs = merged(moves)
+        runs = merged(moves) if self._pool.adjacent else [(expert, row, 1) for expert, row in moves]
         for name in self._nbytes:
             self._copy(name, pointer(banks[name]), layer, runs)
         self._record(self._arrived[turn % 2])
@@ -184,6 +183,11 @@ class CudaMover:
     def wait(self, ctx, turn):
         """What follows on XLA's stream waits for the moves of round `turn`."""
         self._wait(ctx, self._arrived[turn % 2])
+
+    def finish(self, turn):
+        """Waits on the host until the moves of round `turn`, or of round `turn + 2` if they started, have ended."""
+        for event in self._arrived[turn % 2]:
+            check(cudart.cudaEventSynchronize(event))
 
     def drain(self):
         """Waits on the host until no move is under way: after a fault nobody else waits for them."""

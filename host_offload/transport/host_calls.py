@@ -35,7 +35,7 @@ class NumpyMover:
         views = {name: np.asarray(buffer) for name, buffer in banks.items()}
         for expert, row in moves:
             for name, bank in views.items():
-                bank[row] = self._pool.view(layer, name)[expert]
+                bank[row] = self._pool.row(layer, name, expert)
 
     def wait_rest(self, ctx):
         """What follows sees all tensors of the rows of the last `move`. Nothing to wait for here."""
@@ -46,6 +46,9 @@ class NumpyMover:
 
     def wait(self, ctx, turn):
         """Nothing to wait for."""
+
+    def finish(self, turn):
+        """Nothing to wait for on the host either."""
 
     def drain(self):
         """Nothing is ever under way."""
@@ -128,10 +131,13 @@ class RoundMoves:
 
     `begin` starts round 1; each `on_round` but the first starts the round after its own. So the moves of round r + 1
     are enqueued after the compute of round r - 1 and run beside that of round r, as `schedule.py` allows.
+
+    tier: the `DiskTier` that the mover copies from, None if it is a pool of all rows. The tier reads the rows of the
+    rounds to come while those before them move.
     """
 
-    def __init__(self, mover):
-        self._mover = mover
+    def __init__(self, mover, tier=None):
+        self._mover, self._tier = mover, tier
         self._moves: list[list[tuple[int, int]]] = []
         self._round = 0
 
@@ -144,6 +150,10 @@ class RoundMoves:
             moves = zip(order.src[span].tolist(), order.row[span].tolist(), strict=True)
             self._moves.append([(src, row) for src, row in moves if src >= 0])
         self._round = 0
+        if self._tier is not None:
+            missing = self._missing(1)
+            self._tier.event(layer, missing)
+            self._tier.read_ahead(layer, missing)
         self._start(ctx, layer, banks, 1)
 
     def on_round(self, layer, ctx, out, values, banks):
@@ -155,5 +165,16 @@ class RoundMoves:
             self._mover.wait(ctx, r)
 
     def _start(self, ctx, layer, banks, r):
-        if r < len(self._moves) and self._moves[r]:
-            self._mover.move_ahead(ctx, banks, layer, self._moves[r], r)
+        if not (r < len(self._moves) and self._moves[r]):
+            return
+        if self._tier is not None:
+            experts = [expert for expert, _ in self._moves[r]]
+            self._tier.ensure(layer, experts, self._mover.finish)
+            self._tier.moving(layer, experts, r)
+        self._mover.move_ahead(ctx, banks, layer, self._moves[r], r)
+        if self._tier is not None:
+            self._tier.read_ahead(layer, self._missing(r + 1))
+
+    def _missing(self, r):
+        """The experts that round `r` and those after it move, in order."""
+        return [expert for moves in self._moves[r:] for expert, _ in moves]

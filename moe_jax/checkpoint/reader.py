@@ -57,11 +57,22 @@ class TensorInfo(NamedTuple):
     nbytes: int
 
 
+class Place(NamedTuple):
+    """Where a tensor lies: `info` says what it is, `offset` counts bytes from the start of the file at `path`, which
+    was as `stat` says when the checkpoint was opened."""
+
+    path: Path
+    offset: int
+    info: TensorInfo
+    stat: os.stat_result
+
+
 @dataclass(frozen=True)
 class _Shard:
     path: Path
     header: bytes
     data: mmap.mmap
+    stat: os.stat_result
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,11 @@ class Checkpoint:
             return np.empty(shape, dtype)
         flat = np.frombuffer(entry.shard.data, dtype, count=nbytes // dtype.itemsize, offset=entry.offset)
         return flat.reshape(shape)
+
+    def place(self, name: str) -> Place:
+        """Where the tensor lies in the files."""
+        entry = self._entry(name)
+        return Place(entry.shard.path, entry.offset, entry.info, entry.shard.stat)
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) that tells this checkpoint from another one, without reading all of it.
@@ -276,7 +292,8 @@ def _read_shard(path: Path, entries: dict[str, _Entry], problems: list[str]) -> 
         problems.append(f"{path.name} is missing: fetch this shard")
         return
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        stat = os.fstat(file.fileno())
+        size = stat.st_size
         start = file.read(8)
         if start == b"version ":
             problems.append(f"{path.name} is a git-lfs pointer, not the weights: run `git lfs pull`")
@@ -296,7 +313,7 @@ def _read_shard(path: Path, entries: dict[str, _Entry], problems: list[str]) -> 
             problems.append(f"{path.name}: its header is not JSON ({error}): fetch it again")
             return
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    shard = _Shard(path, header, data)
+    shard = _Shard(path, header, data, stat)
     tensors.pop("__metadata__", None)
     too_long: list[str] = []
     for name, fields in tensors.items():

@@ -24,23 +24,16 @@ L, E = 2, 6
 SPEC = RowSpec(L=L, E=E, tensors={"a": ((3,), np.dtype("float32")), "b": ((2, 2), np.dtype("int32"))})
 
 
-class Slab(np.ndarray):
-    """A pool slab: host memory with the address that jax arrays have."""
-
-    def unsafe_buffer_pointer(self):
-        return self.ctypes.data
-
-
 class FakePool:
     """Rows that say whose they are: every element of expert e of layer l is l * E + e + 1."""
 
-    spec = SPEC
+    spec, adjacent = SPEC, True
 
     def __init__(self):
         label = np.arange(1, L * E + 1).reshape(L, E)
         self.slabs = [
             {
-                name: np.broadcast_to(label[layer].reshape(E, *[1] * len(shape)), (E, *shape)).astype(dtype).view(Slab)
+                name: np.broadcast_to(label[layer].reshape(E, *[1] * len(shape)), (E, *shape)).astype(dtype)
                 for name, (shape, dtype) in SPEC.tensors.items()
             }
             for layer in range(L)
@@ -48,6 +41,12 @@ class FakePool:
 
     def view(self, layer, name):
         return self.slabs[layer][name]
+
+    def row(self, layer, name, expert):
+        return self.slabs[layer][name][expert]
+
+    def address(self, layer, name, expert):
+        return self.row(layer, name, expert).ctypes.data
 
 
 def empty_state(rows):
@@ -288,14 +287,14 @@ def cuda_module():
 
 
 class Device:
-    """A `CudaMover` on a runtime of its own, XLA's stream, and banks."""
+    """A `CudaMover` on a runtime of its own, XLA's stream, and banks. tier: a `DiskTier` instead of a pool."""
 
-    def __init__(self, module, rows, early=1):
+    def __init__(self, module, rows, early=1, tier=None):
         self.early = early
         self.cuda = module.cudart = PlayedCuda()
-        self.pool = FakePool()
+        self.pool = FakePool() if tier is None else tier
         self.mover = module.CudaMover(self.pool, early)
-        self.calls, self.moves = HostCalls(self.mover), RoundMoves(self.mover)
+        self.calls, self.moves = HostCalls(self.mover), RoundMoves(self.mover, tier)
         self.stream = Timeline()
         self.ctx = SimpleNamespace(stream=self.stream)
         self.arrays = {name: np.zeros((rows, *shape), dtype) for name, (shape, dtype) in SPEC.tensors.items()}

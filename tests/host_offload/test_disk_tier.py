@@ -1,0 +1,582 @@
+"""The disk tier: rows are right and where the tables say, for every order of events, stalls and faults."""
+
+import itertools
+import mmap
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from host_offload.disk_reader import PackedReader, StoredTensors, TensorReader
+from host_offload.disk_tier import HOST_HITS, HOST_MISSES, ROWS_READ, DiskTier, rows_within, tier_bytes
+from host_offload.plan import check_invariants
+from host_offload.policy import LRU, get_policy
+from host_offload.store import ALIGNMENT, PackedRows, RowSpec, StoreError, row_stride
+from tests.host_offload.test_store import make_store
+
+L, E = 2, 6
+SPEC = RowSpec(L=L, E=E, tensors={"a": ((3,), np.dtype("float32")), "b": ((2, 2), np.dtype("int32"))})
+EVERYTHING = L * E
+
+
+class Source:
+    """Rows that say whose they are. Reads may stall, fail, or be held until they are let go."""
+
+    spec = SPEC
+
+    def __init__(self):
+        self.read_rows, self.closed = [], False
+        self.fails = lambda layer, expert: False
+        self.stall = lambda: 0.0
+        self.watch = lambda out: None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def read(self, layer, expert, name, out):
+        self.watch(out)
+        if name == "a":
+            self.read_rows.append((layer, expert))
+            self.gate.wait()
+            time.sleep(self.stall())
+        if self.fails(layer, expert):
+            out[...] = -1
+            raise OSError(f"no layer {layer} expert {expert}")
+        out[...] = value(layer, expert)
+
+    def close(self):
+        self.closed = True
+
+
+def value(layer, expert):
+    return layer * E + expert + 1
+
+
+def check_rows(tier, layer, experts):
+    """These experts are there, and every row that no read is under way for holds the bytes of its owner."""
+    check_invariants(tier._slot_of, tier._owner)
+    for name in SPEC.tensors:
+        for expert in experts:
+            row = tier.row(layer, name, expert)
+            assert (row == value(layer, expert)).all() and row.ctypes.data == tier.address(layer, name, expert)
+        for at in np.flatnonzero(tier._owner >= 0):
+            if int(at) not in tier._reads:
+                assert (tier._views[at][name] == tier._owner[at] + 1).all()
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(rows, policy="lru", source=None, threads=4):
+        made.append(DiskTier(SPEC, source or Source(), rows, get_policy(policy), threads=threads, why="test"))
+        return made[-1]
+
+    yield build
+    for tier in made:
+        tier._reader._source.gate.set()
+        tier.close()
+
+
+def serve(tier, layer, experts, rounds=None):
+    """An event as the transports make it: at once, or in rounds with reads ahead."""
+    tier.event(layer, experts)
+    if rounds is None:
+        tier.ensure(layer, experts)
+        check_rows(tier, layer, experts)
+        return
+    groups = [experts[i : i + rounds] for i in range(0, len(experts), rounds)]
+    tier.read_ahead(layer, experts)
+    for turn, group in enumerate(groups):
+        tier.ensure(layer, group, lambda _: None)
+        check_rows(tier, layer, group)
+        tier.moving(layer, group, turn)
+        tier.read_ahead(layer, list(itertools.chain(*groups[turn + 1 :])))
+
+
+# ------------------------------------------------------------------------------------------------------- bookkeeping
+
+
+def test_rows_are_aligned_pinned_and_disjoint(make):
+    tier = make(5)
+    addresses = sorted(row.ctypes.data for row in tier._memory)
+    assert all(address % ALIGNMENT == 0 for address in addresses)
+    assert min(np.diff(addresses)) >= row_stride(SPEC) == 4096
+    assert all(slab.sharding.memory_kind == "pinned_host" for slab in tier._slabs)
+    assert tier.nbytes == tier_bytes(SPEC, 5) == sum(slab.nbytes for slab in tier._slabs)
+
+
+@given(st.integers(0, 40 * 4096))
+def test_the_rows_that_fit_into_a_number_of_bytes(nbytes):
+    rows = rows_within(SPEC, nbytes)
+    assert (tier_bytes(SPEC, rows) <= nbytes or rows == 0) and tier_bytes(SPEC, rows + 1) > nbytes
+
+
+def test_several_slabs(make, monkeypatch):
+    monkeypatch.setattr("host_offload.disk_tier.SLAB_BYTES", 2 * 4096)
+    tier = make(5)
+    assert len(tier._slabs) == 3 and tier.nbytes == tier_bytes(SPEC, 5) == sum(slab.nbytes for slab in tier._slabs)
+    serve(tier, 0, [0, 1, 2, 4, 5])
+
+
+def test_an_expert_is_read_once_while_it_stays(make):
+    tier = make(3)
+    source = tier._reader._source
+    serve(tier, 0, [1, 2])
+    serve(tier, 0, [1])
+    serve(tier, 1, [4])
+    assert sorted(source.read_rows) == [(0, 1), (0, 2), (1, 4)]
+    serve(tier, 1, [5])  # expert 2 of layer 0 was used longest ago
+    assert sorted(np.flatnonzero(tier._slot_of[0] >= 0)) == [1]
+    counters = tier.take_counters()
+    assert counters[:, HOST_HITS].tolist() == [1, 0]
+    assert counters[:, HOST_MISSES].tolist() == counters[:, ROWS_READ].tolist() == [2, 2]
+    assert not tier.take_counters().any()
+    stats = tier.stats()
+    assert (stats["hits"], stats["misses"], stats["hit_rate"]) == (1, 4, 0.2)
+    assert stats["bytes_read"] == 4 * SPEC.row_bytes and stats["reads"] == "buffered"
+    assert 0 < stats["read_seconds"] and stats["gb_per_second"] > 0 and stats["wait_seconds"] > 0
+
+
+def test_more_experts_at_once_than_rows_are_refused(make):
+    tier = make(2)
+    tier.event(0, [0, 1, 2])
+    with pytest.raises(ValueError, match="3 experts at once do not fit into 2 rows"):
+        tier.ensure(0, [0, 1, 2])
+    serve(tier, 0, [0, 1])
+    with pytest.raises(ValueError, match="rows=13"):
+        make(EVERYTHING + 1)
+
+
+def test_a_row_that_is_not_there_has_no_address(make):
+    tier = make(2)
+    for ask in (tier.row, tier.address):
+        with pytest.raises(LookupError, match="expert 3 of MoE layer 1 is not in host memory"):
+            ask(1, "a", 3)
+    assert (tier.stored(1, "b", 3) == value(1, 3)).all()
+
+
+EVENT = st.tuples(
+    st.integers(0, L - 1), st.lists(st.integers(0, E - 1), unique=True, max_size=E), st.booleans(), st.booleans()
+)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(2, EVERYTHING),
+    st.sampled_from(["lru", "lfu", "lfru", "static"]),
+    st.lists(EVENT, min_size=1, max_size=12),
+    st.integers(0, 2**31),
+)
+def test_events_in_any_order_find_their_rows(rows, policy, events, seed):
+    """Decode events and prefill rounds over every size, with stalls and faults; who misses is read, nobody else."""
+    rng, source = np.random.default_rng(seed), Source()
+    source.stall = lambda: float(rng.choice([0, 0, 1e-3]))
+    tier = DiskTier(SPEC, source, rows, get_policy(policy), threads=3)
+    try:
+        for layer, experts, in_rounds, faulty in events:
+            broken = set(experts[:1]) if faulty else set()
+            source.fails = lambda at, expert, layer=layer, broken=broken: at == layer and expert in broken
+            experts, rounds = (experts, max(1, rows // 2)) if in_rounds else (experts[:rows], None)
+            absent = {expert for expert in experts if tier._slot_of[layer, expert] < 0}
+            try:
+                serve(tier, layer, experts, rounds)
+                assert not absent & broken
+            except OSError as error:
+                assert broken & absent and f"expert {min(broken)}" in str(error)
+            check_rows(tier, layer, [])
+            if not in_rounds and not faulty:
+                assert tier.take_counters()[layer, HOST_MISSES] == len(absent)
+            tier.take_counters()
+    finally:
+        tier.close()
+
+
+def test_ten_thousand_events_of_a_full_tier():
+    """With reads that stall and fail at random, threads that come and go between them: no dead-lock, no wrong row."""
+    rng, source = np.random.default_rng(5), Source()
+    chance = iter(rng.random(200_000).tolist())
+    source.stall = lambda: 2e-4 if next(chance) < 0.02 else 0.0
+    source.fails = lambda layer, expert: next(chance) < 0.002
+    tier, faults = DiskTier(SPEC, source, 4, LRU(), threads=3), 0
+    watchdog = threading.Timer(120, os._exit, [3])  # a dead-lock ends the suite rather than stopping it
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        for event in range(10_000):
+            experts = rng.permutation(E)[: rng.integers(0, 7)].tolist()
+            try:
+                if event % 5:
+                    serve(tier, event % L, sorted(experts[:4]))
+                else:
+                    serve(tier, event % L, sorted(experts), 2)
+            except OSError:
+                faults += 1
+        assert faults > 20 and (tier._owner >= 0).sum() >= 2
+    finally:
+        watchdog.cancel()
+        tier.close()
+
+
+# --------------------------------------------------------------------------------------------------------- read ahead
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(1e-3)
+
+
+def test_rows_of_later_rounds_are_read_while_one_is_waited_for(make):
+    tier = make(6)
+    source = tier._reader._source
+    tier.event(0, range(E))
+    tier.read_ahead(0, range(E))
+    wait_until(lambda: len(source.read_rows) == E)
+    tier.ensure(0, [0, 1])
+    check_rows(tier, 0, [0, 1])
+    assert sorted(source.read_rows) == [(0, e) for e in range(E)]
+
+
+def test_what_is_waited_for_overtakes_what_is_read_ahead(make):
+    tier = make(6, threads=1)
+    source = tier._reader._source
+    source.gate.clear()
+    tier.event(0, range(E))
+    tier.read_ahead(0, range(5))
+    wait_until(lambda: len(source.read_rows) == 1)
+    waiting = threading.Thread(target=tier.ensure, args=(0, [3, 5]))
+    waiting.start()
+    wait_until(lambda: 5 in {e for job in tier._reads.values() for e in job.experts})
+    source.gate.set()
+    waiting.join()
+    assert [expert for _, expert in source.read_rows[:3]] == [0, 3, 5]
+    check_rows(tier, 0, [3, 5])
+
+
+def test_reads_ahead_of_an_event_that_is_over_are_dropped(make):
+    tier = make(6, threads=1)
+    source = tier._reader._source
+    source.gate.clear()
+    tier.event(0, range(E))
+    tier.read_ahead(0, range(E))
+    wait_until(lambda: len(source.read_rows) == 1)
+    tier.event(1, [2])
+    source.gate.set()
+    tier.ensure(1, [2])
+    assert source.read_rows == [(0, 0), (1, 2)]
+    check_rows(tier, 1, [2])
+    assert (tier._owner >= 0).sum() == 2, "the read that had begun was of use"
+
+
+def test_reading_ahead_takes_no_row_that_the_event_needs(make):
+    tier = make(4)
+    serve(tier, 1, [0, 1, 2, 3])
+    tier.event(0, range(5))
+    tier.read_ahead(0, range(5))  # four rows are of no use any more, the fifth expert must wait
+    assert np.flatnonzero(tier._slot_of[0] >= 0).tolist() == [0, 1, 2, 3]
+    tier.ensure(0, [0, 1])
+    tier.read_ahead(0, [4])
+    assert tier._slot_of[0, 4] < 0, "rounds 0 and 1 are not moved yet"
+    finished = []
+    tier.moving(0, [0, 1], 7)
+    tier.read_ahead(0, [4])
+    assert tier._slot_of[0, 4] < 0, "their copies may be under way"
+    tier.ensure(0, [2, 3], finished.append)
+    tier.moving(0, [2, 3], 8)
+    assert finished == []
+    tier.ensure(0, [4], finished.append)
+    assert finished == [7], "the older of the two rounds, whose copy is likely to have ended"
+    check_rows(tier, 0, [2, 3, 4])
+
+
+def test_a_read_ahead_that_failed_is_tried_again_when_it_is_waited_for(make):
+    tier = make(4)
+    source = tier._reader._source
+    source.fails = lambda layer, expert: expert == 2
+    tier.event(0, [1, 2])
+    tier.read_ahead(0, [1, 2])
+    wait_until(lambda: all(job.future.done() for job in tier._reads.values()))
+    source.fails = lambda layer, expert: False
+    tier.ensure(0, [1, 2])
+    check_rows(tier, 0, [1, 2])
+    assert source.read_rows.count((0, 2)) == 2 and source.read_rows.count((0, 1)) == 1
+
+
+# ------------------------------------------------------------------------------------------------- faults, interrupts
+
+
+def test_after_a_fault_the_others_stay_and_the_next_call_reads_again(make):
+    tier = make(4)
+    source = tier._reader._source
+    serve(tier, 1, [0])
+    source.fails = lambda layer, expert: expert == 3
+    tier.event(0, [1, 3])
+    with pytest.raises(OSError, match="no layer 0 expert 3"):
+        tier.ensure(0, [1, 3])
+    check_rows(tier, 1, [0])
+    assert tier._slot_of[0, 3] < 0
+    source.fails = lambda layer, expert: False
+    serve(tier, 0, [1, 3])
+
+
+class Interrupted(LRU):
+    """A policy in whose n-th priority Ctrl-C is pressed."""
+
+    name, countdown = "interrupted", -1
+
+    def priority(self, xp, state, layer, expert, t):
+        self.countdown -= 1
+        if not self.countdown:
+            raise KeyboardInterrupt
+        return super().priority(xp, state, layer, expert, t)
+
+
+def test_an_interrupt_in_the_tables_leaves_nobody_with_a_row(make):
+    tier = make(3, policy=Interrupted())
+    serve(tier, 0, [0, 1, 2])
+    tier.policy.countdown = 1
+    tier.event(1, [4])
+    with pytest.raises(KeyboardInterrupt):
+        tier.ensure(1, [4])
+    assert (tier._owner < 0).all() and (tier._slot_of < 0).all()
+    for experts in ([0, 1, 2], [3, 4], [5]):
+        serve(tier, 1, experts)
+
+
+def test_an_interrupt_while_waiting_gives_no_row_to_two_reads(make, monkeypatch):
+    tier = make(2)
+    source = tier._reader._source
+    source.gate.clear()
+    tier.event(0, [0, 1])
+
+    def interrupted(futures, **options):
+        wait_until(lambda: len(source.read_rows) == 2)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("host_offload.disk_tier.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tier.ensure(0, [0, 1])
+    threading.Timer(0.05, source.gate.set).start()
+    serve(tier, 1, [3, 4])  # waits for the reads that still run into its rows
+    assert sorted(source.read_rows) == [(0, 0), (0, 1), (1, 3), (1, 4)]
+
+
+def test_closing_ends_the_threads_and_a_wait_for_them():
+    before = threading.active_count()
+    source = Source()
+    tier = DiskTier(SPEC, source, 3, LRU(), threads=2)
+    assert threading.active_count() == before + 2
+    source.gate.clear()
+    tier.event(0, range(3))
+    errors = []
+
+    def wait_for_rows():
+        try:
+            tier.ensure(0, range(3))
+        except BaseException as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait_for_rows)
+    waiting.start()
+    wait_until(lambda: len(source.read_rows) == 2)
+    threading.Timer(0.05, source.gate.set).start()
+    slabs = list(tier._slabs)
+    tier.close()
+    waiting.join(10)
+    assert not waiting.is_alive() and [type(error).__name__ for error in errors] == ["CancelledError"]
+    assert threading.active_count() == before and source.closed and all(slab.is_deleted() for slab in slabs)
+    tier.close()
+
+
+# ------------------------------------------------------------------------------------------------------- the readers
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """Packed rows of random experts, and what their rows hold: wanted[name][layer][e]."""
+    store, wanted = make_store()
+    return PackedRows.open_or_build(tmp_path / "rows", store), wanted
+
+
+def read_all(tier, wanted):
+    spec = tier.spec
+    for layer in range(spec.L):
+        tier.event(layer, range(spec.E))
+        tier.ensure(layer, range(spec.E))
+        for name in spec.tensors:
+            for e in range(spec.E):
+                np.testing.assert_array_equal(tier.row(layer, name, e), wanted[name][layer][e])
+
+
+def reads_directly(path):
+    """Whether this file system can."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        with mmap.mmap(-1, 4096) as page:
+            return os.preadv(file, [page], 0) == 4096
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("refused", (None, "open", "read"))
+def test_packed_rows_are_read_whole_and_directly_where_that_is_possible(refused, packed, monkeypatch, caplog):
+    rows, wanted = packed
+    calls, opened, preadv = [], os.open, os.preadv
+    possible = refused is None and reads_directly(rows.row_file(0)[0])
+
+    def open_(path, flags, *rest):
+        if flags & os.O_DIRECT and refused == "open":
+            raise OSError(22, "Invalid argument")
+        return opened(path, flags, *rest)
+
+    def preadv_(file, buffers, offset):
+        calls.append((len(buffers), offset))
+        if refused == "read" and opening:
+            raise OSError(22, "Invalid argument")
+        return preadv(file, buffers, offset)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "preadv", preadv_)
+    opening = True
+    with caplog.at_level("INFO", logger="host_offload"):
+        tier = DiskTier(rows.spec, rows, 4, LRU(), threads=2)
+    try:
+        opening = False
+        assert tier.stats()["reads"] == ("direct" if possible else "buffered")
+        assert caplog.text.count("no direct reads here") == (not possible)
+        del calls[:]
+        read_all(tier, wanted)
+        assert calls == [(3, 0), (3, 0)], "neighbours in one call"
+        assert all(file >= 0 for file in rows._files)
+    finally:
+        tier.close()
+    assert rows._files == [] and not tier._reader._direct
+
+
+def overwrite(path, offset, content):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+@pytest.mark.parametrize("direct", (True, False))
+@pytest.mark.parametrize("fault", ("damaged", "cut off", "cut off inside a block", "unreadable"))
+def test_a_fault_of_a_packed_file_names_file_place_and_remedy(fault, direct, packed, monkeypatch):
+    rows, wanted = packed
+    path = rows.row_file(1)[0]
+    whole = path.read_bytes()
+    tier = DiskTier(rows.spec, rows, 4, LRU(), threads=2)
+    if not direct:
+        tier._reader._close_direct()
+    try:
+        preadv = os.preadv
+        if fault == "damaged":
+            overwrite(path, 4096, b"?")
+        elif fault == "unreadable":
+            monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        else:
+            os.truncate(path, 4096 if fault == "cut off" else 4096 + 100)
+        tier.event(1, [1])
+        with pytest.raises(StoreError, match=f"{path.name}: .*byte 4096.*: .*(load the model again|call again)"):
+            tier.ensure(1, [1])
+        assert tier._slot_of[1, 1] < 0
+        monkeypatch.setattr(os, "preadv", preadv)
+        with open(path, "r+b") as file:  # put back as it was, in place
+            file.write(whole)
+        read_all(tier, wanted)
+    finally:
+        tier.close()
+
+
+class FileCheckpoint:
+    """Tensors in one file, with the methods that a store asks of a checkpoint."""
+
+    def __init__(self, path, arrays):
+        self.arrays, self.path, self.offsets = arrays, path, {}
+        data = bytearray(7)  # tensors of real files are not aligned either
+        for name, array in arrays.items():
+            self.offsets[name] = len(data)
+            data += array.tobytes()
+        path.write_bytes(data)
+        self.stat = os.stat(path)
+
+    def place(self, name):
+        from moe_jax.checkpoint.reader import Place, TensorInfo
+
+        array = self.arrays[name]
+        return Place(self.path, self.offsets[name], TensorInfo(array.dtype, array.shape, array.nbytes), self.stat)
+
+
+@pytest.fixture(params=(False, True), ids=("a tensor an expert", "stacked"))
+def stored(request, tmp_path):
+    """(a store over a file, what its rows hold, the file)."""
+    store, wanted = make_store(stacked=request.param)
+    files = FileCheckpoint(tmp_path / "weights", store._checkpoint.arrays)
+    return store.over(files), wanted, files.path
+
+
+def test_a_checkpoint_is_read_share_by_share(stored):
+    store, wanted, _ = stored
+    tier = DiskTier(store.spec, store, 4, LRU(), threads=2)
+    try:
+        assert isinstance(tier._reader, TensorReader)
+        read_all(tier, wanted)
+    finally:
+        tier.close()
+
+
+@pytest.mark.parametrize("fault", ("replaced", "cut off", "written to", "gone"))
+def test_a_checkpoint_that_changed_is_refused_until_it_is_back(fault, stored):
+    store, wanted, path = stored
+    tier = DiskTier(store.spec, store, 4, LRU(), threads=2)
+    kept = path.with_name("kept")
+    stat, content = os.stat(path), path.read_bytes()
+    try:
+        if fault in ("replaced", "gone"):
+            path.rename(kept)
+        if fault == "replaced":
+            path.write_bytes(content[:-8] + b"\0" * 8)
+        elif fault == "cut off":
+            os.truncate(path, 40)
+        elif fault == "written to":
+            overwrite(path, 8, b"????")
+        tier.event(0, [1])
+        with pytest.raises(StoreError, match=f"{path.name}: .*byte .*: put the file back as it was, or load the model"):
+            tier.ensure(0, [1])
+        if kept.exists():
+            kept.rename(path)
+        else:
+            with open(path, "r+b") as file:
+                file.write(content)
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        read_all(tier, wanted)
+    finally:
+        tier.close()
+
+
+def test_a_checkpoint_that_changed_while_it_was_loaded_is_refused(stored):
+    store, _, path = stored
+    places = store.places()
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(StoreError, match="the file's size was"):
+        StoredTensors(places)
+    path.unlink()
+    with pytest.raises(StoreError, match="cannot be opened"):
+        StoredTensors(places)
+
+
+def test_packed_rows_that_were_replaced_while_they_were_opened_are_refused(packed):
+    rows, _ = packed
+    path = rows.row_file(1)[0]
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match=f"{path.name} was replaced while the model was loading"):
+        PackedReader(rows)
+    rows.close()
