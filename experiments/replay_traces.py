@@ -31,7 +31,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from host_offload.cost_model import CostModel, CostModelError, LinkCurve, predict_ms_per_token
-from host_offload.policy import get_policy, list_policies
+from host_offload.policy import PolicySet, get_policy, list_policies
 from host_offload.simulate import Result, simulate
 from host_offload.trace import Trace, load_trace
 from moe_jax import MoE, OffloadConfig
@@ -107,7 +107,7 @@ def replay(moe: MoE, trace: Trace, transport, policy, share, repeats, warm=False
     """Replays `trace` `repeats` times, each from an empty cache, or with `warm` after a replay that does not count."""
     seconds, counters = [], []
     for _ in range(repeats):
-        moe.set_cache(policy, transport=transport, cache_rate=share)
+        moe.set_cache(policy.name, transport=transport, cache_rate=share)
         for _ in range(1 + warm):
             moe.replay(trace)
         last = moe.stats()["last"]
@@ -125,13 +125,14 @@ def replay(moe: MoE, trace: Trace, transport, policy, share, repeats, warm=False
     )
     wanted = result.counters[..., : len(COUNTED)].swapaxes(1, 2)
     equal = all(np.array_equal(ours, wanted) for ours in counters)
-    name = policy if isinstance(policy, str) else policy.name
-    return Run(transport, name, share, seconds, equal, result)
+    return Run(transport, policy.name, share, seconds, equal, result)
 
 
 def measure(moe: MoE, trace: Trace, transport, settings, repeats) -> Iterator[Run]:
-    """The `Run` of each of `settings`, (policy, share), in one transport; at share 1 without misses."""
-    moe.set_cache("lru", transport=transport, cache_rate=1.0)
+    """The `Run` of each of `settings`, (policy, share), in one transport; at share 1 without misses. One compiled
+    program serves all of them."""
+    together = PolicySet(dict.fromkeys(policy for policy, _ in settings))
+    moe.set_cache(together, transport=transport, cache_rate=1.0)
     moe.replay(trace)
     said(f"{transport}: compiled in {moe.stats()['last']['compile_seconds']:.1f} s")
     for policy, share in settings:
@@ -278,10 +279,12 @@ def main(
     served, others = choose(load_trace(trace), rows)
     requests = np.unique(served.request).tolist()
     said(f"{trace.name}: requests {requests}, {len(served.request)} rows; static is fitted on others")
-    pinned = get_policy("static", frequency=others)
-    settings = [("lru", 1.0), *(("lru", share) for share in calibrated)]
+    objects = {
+        name: get_policy(name, **({"frequency": others} if name == "static" else {})) for name in ("lru", *names)
+    }
+    settings = [(objects["lru"], share) for share in (1.0, *calibrated)]
     levels = len(settings)
-    settings += itertools.product([pinned if name == "static" else name for name in names], predicted)
+    settings += itertools.product([objects[name] for name in names], predicted)
     runs: list[Run] = []
     figures = {"requests": requests, "runs": [], "predictions": None, "cost_model": None}
     seen = []

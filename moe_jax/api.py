@@ -330,8 +330,9 @@ class MoE:
 
         Anything left out keeps its setting, except that `transport="resident"` forgets the size: name it again when
         leaving that transport, or all experts that fit get a slot. `slots` is the configuration's `expert_slots`.
-        Quotas, scope, contract and the built-in policies are values of the compiled step: changing them does not
-        recompile, unless more slots are asked for than the banks hold. Returns self.
+        Quotas, scope, contract, the built-in policies and the members of a `PolicySet`, by name, are values of the
+        compiled step: changing them does not recompile, unless more slots are asked for than the banks hold. Returns
+        self.
 
         Raises ConfigError, also for a keyword that is not listed, and leaves the cache as it was.
         """
@@ -354,8 +355,8 @@ class MoE:
             changes = dict.fromkeys(CACHE_SIZE_KEYS) | changes
         config = self.config.replace(**changes)
         budget = self._builder.budget(config)
-        wanted = policy if policy is not None else (self._chosen.given or config.policy)
-        chosen = make_policy(wanted, config.transport)
+        wanted = policy if policy is not None else (self._chosen.select or self._chosen.given or config.policy)
+        chosen = make_policy(wanted, config.transport, self._chosen.given)
         current = engine.transport
         check_policy(chosen.policy, config.transport, current.spec)
         fits = budget.total + current.spare <= current.rows

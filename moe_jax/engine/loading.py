@@ -156,8 +156,8 @@ def read_parts(checkpoint: Checkpoint | PreparedCheckpoint, config: OffloadConfi
 
 @dataclass(frozen=True)
 class Chosen:
-    """The policy of a cache. policy: the object to run; select: the member in charge when that is the set of built-ins;
-    given: the object that the user gave, None if a name chose it."""
+    """The policy of a cache. policy: the object to run; select: the member in charge when that is a set; given: the
+    object that the user gave, None if a name chose a built-in one."""
 
     policy: Policy
     select: str | None
@@ -169,12 +169,19 @@ class Chosen:
         return self.select or self.policy.name
 
 
-def make_policy(name_or_policy, transport: str) -> Chosen:
-    """The policy of a cache: named built-ins come as one `PolicySet` where compiled. Raises ConfigError."""
+def make_policy(name_or_policy, transport: str, given: Policy | None = None) -> Chosen:
+    """The policy of a cache: named built-ins come as one `PolicySet` where compiled. Raises ConfigError.
+
+    given: the object that the cache runs with until now. A name of a member of a set selects it.
+    """
+    if isinstance(given, PolicySet) and name_or_policy in given.names:
+        return Chosen(given, name_or_policy, given)
     try:
         policy = get_policy(name_or_policy)
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
+    if isinstance(policy, PolicySet):
+        return Chosen(policy, policy.names[0], policy)
     if not isinstance(name_or_policy, str):
         return Chosen(policy, None, policy)
     if transport == "device" and name_or_policy in SWEEP_POLICIES:

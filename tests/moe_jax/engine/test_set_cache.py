@@ -221,12 +221,34 @@ def test_a_policy_object_is_kept_until_another_is_named(tiny):
         moe.set_cache(slots=4)
         assert moe.stats()["policy"] == "lfu"
         moe.set_cache(policy=PolicySet(["lfru", own]))
-        assert moe.stats()["policy"] == "set"
+        assert moe.stats()["policy"] == "lfru", "the first member is in charge"
+        moe.set_cache("own")
+        assert moe.stats()["policy"] == "own" and moe._engine.transport.policy.names == ("lfru", "own")
+        moe.set_cache(slots=5)
+        assert moe.stats()["policy"] == "own" and run(moe) == wanted
+        moe.set_cache("fifo")  # no member: the set is gone
+        assert moe.stats()["policy"] == "fifo" and moe._engine.transport.policy.name == "fifo"
         moe.set_cache(policy=Own)  # a class will do
         assert moe.stats()["policy"] == "own" and run(moe) == wanted
         moe.set_cache(slots=6)
         assert moe.stats()["policy"] == "own"
         assert compilations(moe) == compiled
+
+
+def test_members_of_a_set_are_selected_without_compiling(loaded):
+    moe = loaded("device")
+    moe.set_cache(transport="device", policy="lru", slots=6, scope="layer", contract="atomic-bypass")
+    wanted = run(moe)
+    moe.set_cache(PolicySet(["lru", "lfu-decayed", StaticPin(np.arange(24.0).reshape(3, 8))]))
+    hits = {}
+    assert run(moe) == wanted
+    compiled = compilations(moe)
+    for name in ("lru", "lfu-decayed", "static"):
+        moe.set_cache(name, slots=4)
+        assert run(moe) == wanted and moe.stats()["policy"] == name
+        hits[name] = moe.stats()["last"]["decode"]["hit_rate"]
+    assert compilations(moe) == compiled
+    assert len(set(hits.values())) > 1, "the selected member decides"
 
 
 def test_a_policy_of_the_users_own_is_compiled_in_once(loaded):
