@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from host_offload.disk_tier import DiskTier
 from host_offload.policy import Policy
 from host_offload.trace import Trace
 from moe_jax.checkpoint import open_checkpoint, resolve
@@ -21,6 +22,7 @@ from moe_jax.engine.loading import (
     CacheBuilder,
     build_engine,
     check_policy,
+    make_host_policy,
     make_policy,
     plan_parts,
     read_parts,
@@ -77,6 +79,7 @@ class MoE:
             )
         config = OffloadConfig.parse(config)
         make_policy(config.policy if policy is None else policy, config.transport)  # a wrong one costs no loading
+        make_host_policy(config.host_policy)
         started = time.perf_counter()
         directory = resolve(checkpoint)
         progress = None if config.progress else False
@@ -86,8 +89,8 @@ class MoE:
             self._hf_config = text_settings(files.config)
             self.fingerprint = files.fingerprint()
             self._setup(parts, config, policy, progress)
-        # Rows are read once, into the pool or the slots: the files are closed now.
-        self._builder.parts = dataclasses.replace(parts, store=None)
+        # Rows are read once, into the pool or the slots: the files are closed now, unless host memory holds some only.
+        self._builder.release_store()
         self.name = os.path.basename(os.path.normpath(directory))
         try:
             self.tokenizer = load_tokenizer(directory)
@@ -126,7 +129,7 @@ class MoE:
         transport = None
         try:
             if kind != "resident" and self._builder.pool is None:
-                self._builder.fill_pool(progress)
+                self._builder.open_pool(progress)
             transport = self._builder.transport(self.config, chosen)
             self._engine = build_engine(
                 parts, self.config, transport, self._builder.state(transport, self.config), plan.kv_pages
@@ -398,7 +401,8 @@ class MoE:
         Each of `last` and `total` has `prefill` and `decode` apart (hits, misses, bypasses, evictions, bytes moved, per
         layer too), `ttft_seconds` (without compilation) and `seconds_per_token`. `experts` names the formats in which
         experts rest and are computed, `dense_weights` what was done to packed dense ones when they were loaded.
-        `load_seconds` includes `pool_seconds`: allocating pinned memory and filling it (None without a pool).
+        `load_seconds` includes `pool_seconds`: allocating pinned memory and filling it (None without a pool). `disk`:
+        see `DiskTier.stats`, since the model was loaded; None if no expert is read from disk.
         """
         engine = self._open_engine()
         transport, spec, parts = engine.transport, engine.transport.spec, self._builder.parts
@@ -431,6 +435,7 @@ class MoE:
                 "spare_bytes": (transport.rows - budget.total) * spec.row_bytes,
                 "pool_bytes": pool.nbytes if pool else 0,
             },
+            "disk": pool.stats() if isinstance(pool, DiskTier) else None,
             "load_seconds": self.load_seconds,
             "pool_seconds": {"allocate": pool.allocate_seconds, "fill": pool.fill_seconds} if pool else None,
         }

@@ -112,6 +112,11 @@ class OffloadConfig:
         expert_slots: expert slots over all MoE layers, or a sequence with the slots of each MoE layer.
         cache_rate: share of all experts that have a slot, 0 < rate <= 1.
         expert_cache_bytes: device bytes for expert slots, an int or text such as "12GB" or "512MiB" (kept as int).
+        host_memory_bytes: most pinned host memory for expert rows, an int or text; None: 90 % of the host's memory.
+            If not all experts fit, host memory holds as many as do and the others are read from disk when the device
+            misses them (transport `callback`).
+        host_policy: registered name of the policy that decides which experts stay in host memory then; one that uses no
+            router scores.
         transport: how a missing expert reaches the device; "auto" chooses by hardware.
         policy: registered name of the cache policy.
         scope: "layer" (each MoE layer has its own slots) or "global" (one pool).
@@ -123,7 +128,7 @@ class OffloadConfig:
         page_size: tokens a KV page, a power of two from 8 to 256.
         max_sequence_length: longest prompt + new tokens, in tokens; None is the model's own limit.
         max_batch: most sequences that run together.
-        load_threads: threads that fill host memory while loading; None chooses by the number of cores.
+        load_threads: threads that fill host memory while loading, or read from disk while generating; None chooses.
         progress: show progress bars while loading.
         trace: record the routing of every call.
 
@@ -137,6 +142,8 @@ class OffloadConfig:
     expert_slots: int | tuple[int, ...] | None = None
     cache_rate: float | None = None
     expert_cache_bytes: int | str | None = None
+    host_memory_bytes: int | str | None = None
+    host_policy: str = "lru"
     transport: str = "auto"
     policy: str = "lru"
     scope: str = "layer"
@@ -162,9 +169,12 @@ class OffloadConfig:
         for key in ("device_memory_ratio", "kv_cache_ratio"):
             self._set(key, real(key, getattr(self, key), "a number from 0 to 1", lambda v: 0 <= v <= 1))
         self._check_cache_size()
+        if self.host_memory_bytes is not None:
+            self._set("host_memory_bytes", parse_bytes("host_memory_bytes", self.host_memory_bytes))
         _choice("transport", self.transport, TRANSPORTS)
-        if not isinstance(self.policy, str) or not self.policy:
-            raise bad_value("policy", self.policy, 'the name of a registered policy such as "lru"')
+        for key in ("policy", "host_policy"):
+            if not isinstance(getattr(self, key), str) or not getattr(self, key):
+                raise bad_value(key, getattr(self, key), 'the name of a registered policy such as "lru"')
         _choice("scope", self.scope, SCOPES)
         _choice("contract", self.contract, CONTRACTS)
         _choice("dtype", self.dtype, DTYPES)

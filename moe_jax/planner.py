@@ -5,8 +5,8 @@
 
     dense weights + KV pages + states + workspace + (slots + spare rows) * row bytes  <=  device_memory_ratio * memory
 
-and in pinned host memory every expert, unless all of them have a slot (transport `resident`). Shape letters: L MoE
-layers, E experts a layer. All sizes are bytes.
+and in pinned host memory every expert, unless all of them have a slot (transport `resident`), or as many as fit, the
+others on disk (`host_offload/disk_tier.py`). Shape letters: L MoE layers, E experts a layer. All sizes are bytes.
 """
 
 import math
@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from host_offload.capacity import SlotBudget, resolve_slots
+from host_offload.disk_tier import rows_within, tier_bytes
 from host_offload.slots import round_group, spare_rows
 from host_offload.store import RowSpec
 from moe_jax.config import CACHE_SIZE_KEYS, OffloadConfig
@@ -40,7 +41,8 @@ class MemoryPlan:
     device_bytes: memory that jax may use on the device, None on a CPU. dense_bytes: parameters but the experts.
     kv_bytes, kv_pages: the KV pool with its trash page. state_bytes: states and kept sources of the largest batch.
     workspace_bytes: left for activations. slots: the `SlotBudget`. spare_rows: rows beside the slots. pool_bytes:
-    pinned host memory.
+    pinned host memory. host_rows: experts that have a row there: all, none if resident, or some if the others are read
+    from disk; disk_why: why these are, None if none is.
     """
 
     transport: str
@@ -55,6 +57,8 @@ class MemoryPlan:
     slots: SlotBudget
     spare_rows: int
     pool_bytes: int
+    host_rows: int
+    disk_why: str | None
 
     @property
     def reserved_bytes(self) -> int:
@@ -118,7 +122,8 @@ def plan_memory(
         spec: rows of its experts.
         dense_bytes: bytes of its other parameters, see `params_bytes`.
         device_bytes: memory that jax may use on the device; None (CPU) bounds nothing.
-        host_bytes: memory of the host, None if unknown; the pool may take `runtime.PINNED_SHARE` of it.
+        host_bytes: memory of the host, None if unknown; expert rows may take `runtime.PINNED_SHARE` of it, and no more
+            than `config.host_memory_bytes`.
 
     Raises:
         ConfigError: lengths that do not fit the model, contradicting settings, or what does not fit: by how many
@@ -136,10 +141,13 @@ def plan_memory(
     reserved = sum(parts.values())
     experts = spec.L * spec.E * spec.row_bytes
     transport, why = _choose_transport(config, device_bytes, reserved + spare * spec.row_bytes + experts)
+    pool_bytes, host_rows, disk_why = _plan_host(config, spec, transport, spare, host_bytes)
+    if disk_why is not None and config.transport == "auto":
+        transport, why = "callback", f"{disk_why}; the host reads the others from disk"
     config = config.replace(transport=transport)
     if device_bytes is not None:
         _check_device(config, spec, parts, spare, device_bytes)
-    plan = MemoryPlan(
+    return MemoryPlan(
         transport=transport,
         transport_why=why,
         max_sequence_length=longest,
@@ -147,11 +155,11 @@ def plan_memory(
         kv_pages=pages,
         slots=slot_budget(config, spec, reserved + spare * spec.row_bytes, device_bytes),
         spare_rows=spare,
-        pool_bytes=0 if transport == "resident" else experts,
+        pool_bytes=pool_bytes,
+        host_rows=host_rows,
+        disk_why=disk_why,
         **parts,
     )
-    _check_host(plan, host_bytes)
-    return plan
 
 
 def slot_budget(config: OffloadConfig, spec: RowSpec, reserved_bytes: int, device_bytes: int | None) -> SlotBudget:
@@ -242,13 +250,38 @@ def _check_device(config: OffloadConfig, spec: RowSpec, parts: Mapping[str, int]
     )
 
 
-def _check_host(plan: MemoryPlan, host_bytes: int | None):
-    if not host_bytes:
-        return
-    allowed = math.floor(PINNED_SHARE * host_bytes)
-    if plan.pool_bytes > allowed:
+def _plan_host(
+    config: OffloadConfig, spec: RowSpec, transport: str, spare: int, host_bytes: int | None
+) -> tuple[int, int, str | None]:
+    """(pinned bytes, experts with a row in them, why not all if the others are to be read from disk).
+
+    A disk tier must hold what is under way at a time: two rounds of a prompt, or all that one decode step can miss,
+    which is what the bank's spare rows hold too.
+    """
+    if transport == "resident":
+        return 0, 0, None
+    everything = spec.L * spec.E
+    experts = everything * spec.row_bytes
+    machine = math.floor(PINNED_SHARE * host_bytes) if host_bytes else math.inf
+    given = math.inf if config.host_memory_bytes is None else config.host_memory_bytes
+    if experts <= min(given, machine):
+        return experts, everything, None
+    share = f"{PINNED_SHARE:.0%} of {host_bytes} bytes of host memory"
+    if machine < given < math.inf:
+        raise ConfigError(f"host_memory_bytes={given} is more than {share}: give at most {machine}, or leave it out")
+    text, limit = (share, machine) if given == math.inf else (f"host_memory_bytes={given}", given)
+    if transport != "callback" and config.transport != "auto":
         raise ConfigError(
-            f"host memory is {plan.pool_bytes - allowed} bytes too small: the experts take {plan.pool_bytes}, and "
-            f"{PINNED_SHARE:.0%} of {host_bytes} allows {allowed}. What helps: experts in a smaller format "
-            "(python -m moe_jax.convert), or more memory"
+            f"host memory is {experts - limit} bytes too small: the experts take {experts}, and {text} allows {limit}. "
+            f"What helps: transport='callback', which reads from disk what host memory does not hold, experts in a "
+            "smaller format (python -m moe_jax.convert), or more memory"
         )
+    rows = rows_within(spec, limit)
+    if rows < spare:
+        raise ConfigError(
+            f"host memory is {tier_bytes(spec, spare) - limit} bytes too small: {text} allows {limit}, which hold "
+            f"{rows} experts, and a prompt or a decode step of max_batch={config.max_batch} may need {spare} at a "
+            f"time: give at least {tier_bytes(spec, spare)}"
+            + (", or a smaller max_batch" if spare > 2 * round_group(spec) else "")
+        )
+    return tier_bytes(spec, rows), rows, f"{rows} of {everything} experts fit into {text}"

@@ -1,5 +1,6 @@
 """From a checkpoint to a running engine: what goes where, in which order, and what it takes."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from host_offload.disk_tier import DiskTier
 from host_offload.policy import Policy, PolicySet, get_policy
 from host_offload.pool import ExpertPool
 from host_offload.store import ExpertStore, PackedRows, RowSource, StoreError
@@ -189,6 +191,20 @@ def make_policy(name_or_policy, transport: str, given: Policy | None = None) -> 
     return Chosen(policy, None, None)
 
 
+def make_host_policy(name: str) -> Policy:
+    """The policy of a disk tier. Raises ConfigError for an unknown name, or one that needs what a tier does not see."""
+    try:
+        policy = get_policy(name)
+    except ValueError as error:
+        raise ConfigError(f"host_policy: {error}") from error
+    if policy.uses_scores:
+        raise ConfigError(
+            f"host_policy={name!r} uses the router's scores, and host memory sees only what the device missed: choose "
+            "one with uses_scores = False, such as 'lru'"
+        )
+    return policy
+
+
 def check_policy(policy: Policy, transport: str, spec) -> None:
     """Raises ConfigError if the policy does not fit the model, such as a frequency table of another shape, or the
     transport, as one that runs on the host only."""
@@ -212,27 +228,44 @@ class CacheBuilder:
         self.parts, self.config, self.plan = parts, config, plan
         # "interpret" (tests) runs the GPU's kernels in Pallas' interpreter.
         self.implementation = "pallas" if jax.devices()[0].platform == "gpu" else "xla"
-        self.pool: ExpertPool | None = None
+        self.pool: ExpertPool | DiskTier | None = None
 
     def budget(self, config: OffloadConfig):
         """`SlotBudget` of a configuration (its transport resolved) beside all else that is planned; ConfigError."""
         reserved = self.plan.reserved_bytes + self.plan.spare_bytes
         return slot_budget(config, self.parts.spec, reserved, self.plan.device_bytes)
 
-    def fill_pool(self, progress):
-        """The pinned pool with every expert; made once."""
-        if self.pool is None:
-            pool = ExpertPool(self.parts.spec)
+    def open_pool(self, progress):
+        """Makes the pinned pool: filled with every expert, or an empty disk tier where the plan says so."""
+        spec, store, config, plan = self.parts.spec, self.parts.store, self.config, self.plan
+        if plan.disk_why is not None:
+            options = {"seed": config.seed, "threads": config.load_threads, "why": plan.disk_why}
             try:
-                pool.fill(self.parts.store, self.config.load_threads, progress)
-            except BaseException:
-                pool.close()
-                raise
-            self.pool = pool
-        return self.pool
+                self.pool = DiskTier(spec, store, plan.host_rows, make_host_policy(config.host_policy), **options)
+            except StoreError as error:
+                raise CheckpointError(str(error)) from error
+            return
+        pool = ExpertPool(spec)
+        try:
+            pool.fill(store, config.load_threads, progress)
+        except BaseException:
+            pool.close()
+            raise
+        self.pool = pool
+
+    def release_store(self):
+        """Closes the source of rows, from which all have been read; a disk tier goes on reading and closes it."""
+        if not isinstance(self.pool, DiskTier):
+            self.parts.store.close()
+        self.parts = dataclasses.replace(self.parts, store=None)
 
     def transport(self, config: OffloadConfig, chosen: Chosen, bank_rows: int = 0):
-        """An unfilled `Transport` for `config` (its transport resolved)."""
+        """An unfilled `Transport` for `config` (its transport resolved). Raises ConfigError."""
+        if isinstance(self.pool, DiskTier) and config.transport != "callback":
+            raise ConfigError(
+                f"transport={config.transport!r} needs every expert in host memory, but {self.pool.why}: keep "
+                "transport 'callback', which reads the others from disk"
+            )
         cls = TRANSPORTS[config.transport]
         budget = self.budget(config)
         logger.info("cache: %s, %d slots of %s", config.transport, budget.total, budget.source)

@@ -4,14 +4,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from host_offload.disk_tier import HOST_HITS, HOST_MISSES, ROWS_READ
 from host_offload.slots import BYPASSES, EVICTIONS, HITS, MISSES
+
+# Columns of the counters: the cache's, and from this one on those of a disk tier.
+DISK = 4
 
 
 @dataclass
 class PhaseStats:
     """Prefill or decode.
 
-    counters [L, 4]: hits, misses, bypasses, evictions by MoE layer. lookups: rows x K before deduplication, all layers.
+    counters [L, 7]: hits, misses, bypasses, evictions by MoE layer, and `DiskTier.take_counters`, zeros without a tier.
+    lookups: rows x K before deduplication, all layers.
     """
 
     layers: int
@@ -24,11 +29,11 @@ class PhaseStats:
 
     def __post_init__(self):
         if self.counters is None:
-            self.counters = np.zeros((self.layers, 4), np.int64)
+            self.counters = np.zeros((self.layers, DISK + 3), np.int64)
 
     def add(self, counters, tokens, steps, seconds, lookups):
-        """Books one jitted call."""
-        self.counters += counters
+        """Books one jitted call; counters [L, 4], or [L, 7] with a disk tier."""
+        self.counters[:, : counters.shape[1]] += counters
         self.tokens += tokens
         self.steps += steps
         self.seconds += seconds
@@ -52,6 +57,7 @@ class PhaseStats:
             "hit_rate": float(sums[HITS] / accesses) if accesses else None,
             "bytes_moved": int(sums[MISSES]) * self.row_bytes,
             "bytes_per_token": float(sums[MISSES]) * self.row_bytes / self.tokens if self.tokens else None,
+            "disk": self._disk(*sums[DISK:].tolist()),
             "per_layer": {
                 name: self.counters[:, index].tolist()
                 for index, name in (
@@ -61,6 +67,19 @@ class PhaseStats:
                     (EVICTIONS, "evictions"),
                 )
             },
+        }
+
+    def _disk(self, *counts) -> dict | None:
+        """What host memory had and what was read, None if nothing was asked of a disk tier."""
+        hits, misses, rows = counts[HOST_HITS], counts[HOST_MISSES], counts[ROWS_READ]
+        if not hits + misses:
+            return None
+        return {
+            "hits": hits,
+            "misses": misses,
+            "hit_rate": hits / (hits + misses),
+            "bytes_read": rows * self.row_bytes,
+            "bytes_per_token": rows * self.row_bytes / self.tokens if self.tokens else None,
         }
 
 

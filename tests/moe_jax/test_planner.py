@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moe_jax.engine.loading as loading
+from host_offload.disk_tier import tier_bytes
 from host_offload.store import RowSpec
 from moe_jax import MoE, OffloadConfig
 from moe_jax.checkpoint import open_checkpoint
@@ -128,11 +129,40 @@ def test_what_does_not_fit_is_refused_with_the_bytes_that_lack():
         plan(DENSE, expert_slots=4, kv_cache_ratio=0)
     with pytest.raises(ConfigError, match="transport='device', which leaves"):
         plan(device, device_memory_ratio=1, transport="resident", kv_cache_ratio=0)
-    with pytest.raises(ConfigError, match=r"host memory is \d+ bytes too small: the experts take 1572864"):
-        plan(host_bytes=32 * ROW, cache_rate=0.5)
+    with pytest.raises(ConfigError, match=r"host memory is \d+ bytes too small: the experts take 1572864.*'callback'"):
+        plan(host_bytes=32 * ROW, cache_rate=0.5, transport="device")
     assert plan(host_bytes=32 * ROW, transport="resident", kv_cache_ratio=0).pool_bytes == 0
     with pytest.raises(ConfigError, match="max_sequence_length=5000: the model was made for 4096"):
         plan(max_sequence_length=5000)
+
+
+def test_experts_that_host_memory_does_not_hold_stay_on_disk():
+    full = plan(cache_rate=0.5, host_memory_bytes=32 * ROW)
+    assert (full.transport, full.host_rows, full.disk_why, full.pool_bytes) == ("device", 32, None, 32 * ROW)
+    half = tier_bytes(SPEC, 16)
+    found = plan(cache_rate=0.5, host_memory_bytes=half, host_bytes=GIB)
+    assert (found.transport, found.host_rows, found.pool_bytes) == ("callback", 16, half)
+    assert found.disk_why == f"16 of 32 experts fit into host_memory_bytes={half}"
+    assert found.transport_why == f"{found.disk_why}; the host reads the others from disk"
+    assert plan(cache_rate=0.5, host_memory_bytes=half - 1).host_rows == 15
+    machine = plan(cache_rate=0.5, host_bytes=32 * ROW, transport="callback")
+    assert (machine.transport, machine.transport_why) == ("callback", "as configured")
+    assert machine.pool_bytes <= 0.9 * 32 * ROW and f"90% of {32 * ROW} bytes" in machine.disk_why
+    resident = plan(transport="resident", kv_cache_ratio=0, host_memory_bytes=half)
+    assert (resident.host_rows, resident.pool_bytes, resident.disk_why) == (0, 0, None)
+
+
+def test_host_memory_that_cannot_serve_one_event_is_refused_with_the_bytes_that_can():
+    least = tier_bytes(SPEC, SPARE_ROWS)
+    assert plan(cache_rate=0.5, host_memory_bytes=least).host_rows == SPARE_ROWS
+    with pytest.raises(
+        ConfigError, match=f"is 1 bytes too small: .* hold 7 .* may need 8 .*at least {least}$"
+    ):
+        plan(cache_rate=0.5, host_memory_bytes=least - 1)
+    with pytest.raises(ConfigError, match="host_memory_bytes=1400000 is more than 90% of 1500000 bytes"):
+        plan(cache_rate=0.5, host_memory_bytes=1_400_000, host_bytes=1_500_000)
+    with pytest.raises(ConfigError, match="host_memory_bytes=1000 allows 1000. What helps: transport='callback'"):
+        plan(cache_rate=0.5, host_memory_bytes=1000, transport="device")
 
 
 @given(
