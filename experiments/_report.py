@@ -1,10 +1,6 @@
-"""What a generation run reports: one dictionary of plain numbers, its table, and its JSON file."""
+"""What a generation run reports: one dictionary of plain numbers, and its table."""
 
-import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -112,19 +108,3 @@ def size(nbytes: float) -> str:
         if nbytes < 1000 or unit == "GB":
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
         nbytes /= 1000
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes `content`, all or nothing."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, ensure_ascii=False, indent=1)
-            file.write("\n")
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes private files
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

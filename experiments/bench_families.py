@@ -17,7 +17,8 @@ from typing import Annotated
 import jax
 import numpy as np
 import typer
-from _report import figures, write_json
+from _outputs import write_json
+from _report import figures
 from bench_decode import head_seconds
 from random_checkpoint import MODELS, write_checkpoint
 from rich.console import Console

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import typer
 from _kernel_cases import Case, Entry, entries
-from _report import write_json
+from _outputs import write_json
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table

@@ -19,8 +19,9 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 import numpy as np
 import typer
+from _outputs import check_writable, write_json
 from _released import CONFIGS
-from _report import size, write_json
+from _report import size
 from rich.console import Console
 from rich.table import Table
 
@@ -89,6 +90,8 @@ def read_model(name: str, config: OffloadConfig) -> Model:
         return _from_config(directory.resolve().name, read_config(directory)[0], config, "config.json")
     if name.lower() in CONFIGS:
         return _from_config(name.lower(), CONFIGS[name.lower()], config, "the release's config.json")
+    if directory.is_file():
+        raise CheckpointError(f"{name} is a file: give {directory.parent}, the directory of config.json")
     near = difflib.get_close_matches(name.lower(), CONFIGS, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise CheckpointError(
@@ -200,7 +203,12 @@ def describe(model: Model, plan: MemoryPlan, config: OffloadConfig, host: int | 
 def memory_table(found: dict[str, Any]) -> Table:
     """What lies where, as a table."""
     memory, slots, experts, disk = found["memory"], found["slots"], found["experts"], found["disk"]
-    out = Table(title=f"{found['model']}, {found['dtype']}, from {found['read_from']}", title_justify="left")
+    out = Table(
+        title=f"{found['model']}, {found['dtype']}, from {found['read_from']}",
+        title_justify="left",
+        caption=f"Transport {found['transport']['name']}: {found['transport']['why']}",
+        caption_justify="left",
+    )
     out.add_column("where")
     out.add_column("what")
     out.add_column("bytes", justify="right", no_wrap=True)
@@ -252,7 +260,7 @@ def estimate_table(found: dict[str, Any]) -> Table:
         caption_justify="left",
     )
     for name in ("hit rate", "moved a token", "link floor ms", "memory floor ms", "ms/token", "tok/s"):
-        out.add_column(name, justify="right")
+        out.add_column(name, justify="right", no_wrap=name == "hit rate")
     for row in speed["rows"]:
         out.add_row(
             f"{row['hit_rate']:.1%}" + (" = slots" if row["hit_rate"] == found["slots"]["share"] else ""),
@@ -341,6 +349,8 @@ def main(
             real("--hit-rate", value, "a number from 0 to 1", lambda v: 0 <= v <= 1)
         if context < 1:
             raise ConfigError(f"--context={context}: give at least one token")
+        if json_path is not None:
+            check_writable("--json", Path(json_path))
         host = runtime.host_memory_bytes() or None
         if host_memory is not None:
             host = parse_bytes("--host-memory", host_memory)

@@ -125,14 +125,18 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the draws; document i draws with seed + i.")] = 0,
 ) -> None:
     """Record the expert routing of a model over the documents of text files."""
+    from _outputs import check_writable
+
     from moe_jax.errors import MoEJaxError
 
     parts = out.with_name(out.name + ".parts")
     try:
         if out.suffix not in (".npz", ".parquet"):
             raise UsageError(f"--out={out}: the name must end in .npz or .parquet")
-        if not out.parent.is_dir():
-            raise UsageError(f"--out={out}: there is no directory {out.parent}; create it first")
+        try:
+            check_writable("--out", out)
+        except OSError as error:
+            raise UsageError(str(error)) from error
         texts = [document for path in text for document in read_texts(path)]
         sampling = {"repetition_penalty": repetition_penalty, "do_sample": temperature > 0}
         if temperature > 0:

@@ -117,7 +117,10 @@ def main(
         ),
     ] = None,
     policy: Annotated[
-        str | None, option(CACHE, "Which experts keep a slot: lru, lfu, lfru or static. Default: lru.")
+        str | None,
+        option(
+            CACHE, "Which experts keep a slot: lru, lfu, lfru, static or another of docs/policies.md. Default: lru."
+        ),
     ] = None,
     expert_slots: Annotated[
         str | None,
@@ -277,17 +280,14 @@ def _check_verify(verify, settings):
 
 def _writable(flag: str, path: str | None) -> Path | None:
     """The path, once it is known that a file can be written there: not after a long run."""
+    from _outputs import check_writable
+
     if path is None:
         return None
     path = Path(path)
     if flag == "--trace" and path.suffix != ".npz":
         raise UsageError(f"{flag}={path}: the name must end in .npz")
-    if path.is_dir():
-        raise UsageError(f"{flag}={path} is a directory: give the name of a file")
-    if not path.parent.is_dir():
-        raise UsageError(f"{flag}={path}: there is no directory {path.parent}; create it first")
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"{flag}={path}: the directory {path.parent} cannot be written to")
+    check_writable(flag, path)
     return path
 
 
@@ -409,8 +409,9 @@ class Run:
             _check_verify(verify, self.moe.config)  # "auto" is resolved now
             if self.moe.tokenizer is None:
                 raise UsageError(
-                    f"{self.moe.name} has no tokenizer, and this command continues texts: put tokenizer.json beside "
-                    "the weights, or generate from ids in Python, MoE(directory).generate([1, 2, 3])"
+                    f"{self.moe.name} has no tokenizer that loads, and this command continues texts: put "
+                    "tokenizer.json beside the weights, or generate from ids in Python, "
+                    "MoE(directory).generate([1, 2, 3])"
                 )
             if forced_bos is not None:
                 sampling = sampling | {"forced_bos_token_id": _token_id(self.moe.tokenizer, forced_bos)}
@@ -485,7 +486,8 @@ class Run:
 
         Raises RuntimeError if a slot differs from host memory, MoEJaxError or OSError if a file cannot be written.
         """
-        from _report import figures, size, table, write_json
+        from _outputs import write_json
+        from _report import figures, size, table
 
         moe, note = self.moe, lambda text: self.console.print(text, style="dim", markup=False)
         if moe.stats()["last"] is None:  # a second Ctrl-C came before the call was set up

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import jax
 import typer
 from _kernel_cases import PAGE, Entry, experts_of
-from _report import write_json
+from _outputs import write_json
 from bench_kernels import Ready, compiled_or_dry, find_rates, measure, prepare, prepare_all, select, workers
 from rich.console import Console
 from rich.table import Table

@@ -356,9 +356,21 @@ def bundled_trace() -> Trace:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Calls `write(file)` with a file that becomes `path` only when all of it is on the disk."""
+    """Calls `write(file)` with a file that becomes `path` only when all of it is on the disk.
+
+    Raises OSError with the path, not with the name of the temporary file.
+    """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: the directory {path.parent} does not exist: create it first")
+    try:
+        _write_beside(path, write)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_beside(path, write):
     # A temporary file beside the target, so that the rename cannot cross file systems.
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:

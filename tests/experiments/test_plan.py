@@ -49,7 +49,12 @@ def test_a_release_by_name(tmp_path, monkeypatch):
     assert half["ms_per_token"] == pytest.approx(half["link_floor_ms"] / 0.8 + half["memory_floor_ms"] / 0.5)
     assert half["tokens_per_second"] == pytest.approx(1e3 / half["ms_per_token"])
     assert rows[1.0]["bytes_moved"] == 0
-    assert "ESTIMATE, not a measurement" in text and "25.0% = slots" in text and "1536 of 6144 experts" in text
+    assert (
+        "ESTIMATE, not a measurement" in text
+        and "25.0% = slots" in text
+        and "Transport device: " in text
+        and "1536 of 6144 experts" in text
+    )
 
 
 def test_a_config_alone_gives_the_plan_of_its_files(tmp_path, tiny):
@@ -81,3 +86,12 @@ def test_what_does_not_fit_or_is_not_known_is_one_line():
     assert "--link-gbps=0.0 is not allowed" in refusal("olmoe-1b-7b", *HARDWARE, "--link-gbps", "0")
     assert "--hit-rate=2.0 is not allowed" in refusal("olmoe-1b-7b", *HARDWARE, "--hit-rate", "2")
     assert "--device-memory='80Gi'" in refusal("olmoe-1b-7b", "--device-memory", "80Gi")
+
+
+def test_a_file_in_the_place_of_a_directory_or_of_the_output_is_named(tmp_path, tiny):
+    config = tiny("qwen3_moe") / "config.json"
+    assert f"is a file: give {config.parent}, the directory of" in refusal(config)
+    assert "--json=/proc/plan.json: the directory /proc cannot be written to" in refusal(
+        "olmoe-1b-7b", *HARDWARE, "--json", "/proc/plan.json"
+    )
+    assert "there is no directory" in refusal("olmoe-1b-7b", *HARDWARE, "--json", tmp_path / "none" / "plan.json")

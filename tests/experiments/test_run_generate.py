@@ -232,6 +232,7 @@ def test_wrong_option_ends_the_process_with_one_line():
         (["--prompt-file", "{tmp}/two.txt", "--batch", "3"], "has 2 lines that are not blank"),
         (["--json", "{tmp}/none/out.json"], "create it first"),
         (["--json", "{tmp}"], "is a directory"),
+        (["--json", "/proc/out.json"], "the directory /proc cannot be written to"),
         (["--trace", "{tmp}/out.txt"], "must end in .npz"),
         (["--model", "{tmp}/none", "--prompt", "x"], "no such directory"),
         (["--model", "{tmp}"], "no prompt: give --prompt TEXT"),

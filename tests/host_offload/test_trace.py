@@ -1,5 +1,6 @@
 """The native trace format: what is written is read back, and nothing malformed gets in or out."""
 
+import errno
 import json
 import os
 import sys
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from host_offload.policy import StaticPin
-from host_offload.trace import HEADER_FIELDS, Trace, TraceError, bundled_trace, concatenate, load_trace
+from host_offload.trace import HEADER_FIELDS, Trace, TraceError, bundled_trace, concatenate, load_trace, write_whole
 
 L, E, K = 2, 6, 3
 HEADER = {
@@ -410,3 +411,12 @@ def test_saving_into_a_missing_directory_names_it(tmp_path):
     trace = concatenate([bundled_trace()])
     with pytest.raises(FileNotFoundError, match="nowhere does not exist: create it"):
         trace.save(tmp_path / "nowhere" / "trace.npz")
+
+
+def test_a_full_disk_names_the_trace_and_leaves_nothing(tmp_path):
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*/run\.npz'"):
+        write_whole(tmp_path / "run.npz", full)
+    assert not list(tmp_path.iterdir())
