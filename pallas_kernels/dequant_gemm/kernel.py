@@ -9,7 +9,7 @@ writes its sums to a place of its own; they are added in order, so the result is
 
 A row past the end of x or W is the last one again: it computes and stores the same values, and nothing is masked.
 
-Limits on a GPU (bf16, compiled for sm_90): the default tiles take up to 206 registers a thread and 131 KiB of shared
+Limits on a GPU (bf16, compiled for sm_90): the default tiles take up to 229 registers a thread and 128 KiB of shared
 memory (FP8, BM = BN = 128, three stages). Products of float32 are no tensor core's.
 """
 
@@ -26,6 +26,7 @@ from pallas_kernels.dequant_gemm.weights import (
     least_columns,
     load_columns,
     most_columns,
+    shifts,
     tile,
     unit,
 )
@@ -37,7 +38,8 @@ MOST_SPLITS = 16
 
 
 def _kernel(x_ref, *refs, form, size, width, count, block_rows, block_out, block_in, splits, biased):
-    """refs: parts of W [size, width], bias if `biased`, then y [count, size] or, of splits, [splits, count, size]."""
+    """refs: parts of W [size, width] and, if any, their `shifts`; bias if `biased`; y [count, size] or, of splits,
+    [splits, count, size]."""
     *weights, y_ref = refs
     bias_ref = weights.pop() if biased else None
     j, i, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -50,7 +52,7 @@ def _kernel(x_ref, *refs, form, size, width, count, block_rows, block_out, block
     def step(k, acc):
         at = first + k
         w, scale = tile(form, weights, out, at, width=width, columns=block_in, dtype=x_ref.dtype)
-        x, _ = load_columns(x_ref, rows, at, block_in, x_ref.shape[1])
+        x = load_columns(x_ref, rows, at, block_in, x_ref.shape[1])
         product = pltriton.dot(w, x, trans_b=True, allow_tf32=False)
         return acc + (product if scale is None else product * scale[:, None])
 
@@ -162,4 +164,6 @@ def dequant_gemm(x, parts, form, bias, out_dtype, *, tiles=None, interpret=False
     (rows, width), size = x.shape, parts[""].shape[0]
     static = _resolved(gemm_tiles(size, width, rows, form, x.dtype.itemsize), tiles, form, width)
     weights = tuple(parts[suffix] for suffix in form.suffixes)
+    if (table := shifts(form)) is not None:
+        weights += (jnp.asarray(table),)
     return _run(x, weights, order, bias, form=form, out_dtype=jnp.dtype(out_dtype), tiles=static, interpret=interpret)

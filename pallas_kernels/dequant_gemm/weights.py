@@ -71,11 +71,23 @@ def arrange(x: jax.Array, form: Format, columns: int) -> jax.Array:
 def tile(form: Format, refs, rows, step, *, width: int, columns: int, dtype):
     """Weights of one step: (values [R, columns] in `dtype`, scale [R] f32 or None), W = values * scale * `unit(form)`.
 
-    refs: of the parts of one matrix, as `form.suffixes`; rows: [R] i32; step: number of the `columns` columns, of rows
-    of `width` values. Columns past the width are zeros.
+    refs: of the parts of one matrix, as `form.suffixes`, and of `shifts`; rows: [R] i32; step: number of the `columns`
+    columns, of rows of `width` values. Columns past the width are zeros.
     """
     read = {Dense: _dense, FP8: _fp8, INT4: _int4, MXFP4: _mxfp4}[type(form)]
     return read(form, refs, rows, step, width, columns, dtype)
+
+
+def shifts(form: Format) -> np.ndarray | None:
+    """Where `tile` finds small numbers in words, an operand after the parts (None: it needs none): of the i-th zero
+    point in a word of INT4, or of the scale of the i-th word that one word of MXFP4's scales serves.
+
+    Numbers that the kernel could compute, if Triton did not move the layout of a tensor core's operand back to loads
+    and constants alone: with a shift by a computed number, all decoded values went through shared memory.
+    """
+    if isinstance(form, INT4) and form.zeros:
+        return np.arange(0, 32, 4, dtype=np.uint32)
+    return np.repeat(np.arange(0, 32, 8, dtype=np.uint32), form.block // 8) if isinstance(form, MXFP4) else None
 
 
 def unit(form: Format) -> float:
@@ -83,15 +95,16 @@ def unit(form: Format) -> float:
     return fp8.UNIT if isinstance(form, FP8) else 1.0
 
 
+def _columns(step, size):
+    return step * size + jnp.arange(size, dtype=jnp.int32)
+
+
 def load_columns(ref, rows, step, size, end):
-    """(ref [rows, columns] in `rows` [R] and the `size` columns of a step, zeros from column `end` on; which columns
-    [1, size] come before, None if those of all steps do)."""
-    at = step * size + jnp.arange(size, dtype=jnp.int32)[None, :]
+    """ref [rows, columns] in `rows` [R] and the `size` columns of a step; zeros from column `end` on."""
+    at = _columns(step, size)[None, :]
     if end % size == 0:
-        return load(ref.at[(rows[:, None], at)]), None
-    inside = at < end
-    mask = jnp.broadcast_to(inside, (rows.shape[0], size))
-    return load(ref.at[(rows[:, None], at)], mask=mask, other=0), inside
+        return load(ref.at[(rows[:, None], at)])
+    return load(ref.at[(rows[:, None], at)], mask=jnp.broadcast_to(at < end, (rows.shape[0], size)), other=0)
 
 
 def _side_by_side(tiles):
@@ -115,42 +128,41 @@ def _operand(pairs, decode):
 
 
 def _dense(form, refs, rows, step, width, columns, dtype):
-    values, _ = load_columns(refs[0], rows, step, columns, width)
-    return values.astype(dtype), None
+    return load_columns(refs[0], rows, step, columns, width).astype(dtype), None
 
 
 def _fp8(form, refs, rows, step, width, columns, dtype):
-    words, _ = load_columns(refs[0], rows, step, columns // 4, cdiv(width, 4))
+    words = load_columns(refs[0], rows, step, columns // 4, cdiv(width, 4))
     if filled := width % 4:  # what follows the last value may be anything
-        at = step * (columns // 4) + jnp.arange(columns // 4, dtype=jnp.int32)[None, :]
-        words &= jnp.where(at == width // 4, np.uint32(2 ** (8 * filled) - 1), np.uint32(0xFFFFFFFF))
+        last = _columns(step, columns // 4)[None, :] == width // 4
+        words &= jnp.where(last, np.uint32(2 ** (8 * filled) - 1), np.uint32(0xFFFFFFFF))
     pairs = [halves(fp8.nan_where_stored(bits), jnp.float16) for bits in fp8.float16_pairs(words)]
     scale = load(refs[1].at[(rows // form.block, step * columns // form.block)])
     return _operand(pairs, lambda half: half.astype(dtype)), scale
 
 
 def _int4(form, refs, rows, step, width, columns, dtype):
-    words, _ = load_columns(refs[0], rows, step, columns // 8, width // 8)
+    words = load_columns(refs[0], rows, step, columns // 8, width // 8)
     group = step * columns // form.group
-    # Floats with these bits are 128 + q (bfloat16) and 1024 + q (float16), and the difference to 128 + zero is exact.
+    # Floats with these bits and n more, n < 32, are base + n: n = 16 + q - zero, and base + 16 is subtracted exactly.
     half, bits, base = (jnp.bfloat16, 0x4300, 128) if dtype == jnp.bfloat16 else (jnp.float16, 0x6400, 1024)
-    zero = jnp.asarray(base + int4.MIDDLE, half)
+    zero = np.uint32(int4.MIDDLE)
     if form.zeros:
-        nibble = (load(refs[2].at[(rows, group >> 3)]) >> (4 * (group & 7)).astype(jnp.uint32)) & 15
-        zero = (nibble + np.uint32(base)).astype(jnp.float32).astype(half)[:, None]
-    pairs = [halves(q | np.uint32(bits << 16 | bits), half) for q in int4.pairs(words)]
+        shift = load(refs[3].at[jnp.broadcast_to(group % 8, rows.shape)])
+        zero = ((load(refs[2].at[(rows, group // 8)]) >> shift) & 15)[:, None]
+    both = np.uint32(1 << 16 | 1)  # a number in each half of a word
+    pairs = [halves(q + ((np.uint32(bits + 16) - zero) * both), half) for q in int4.pairs(words)]
     scale = load(refs[1].at[(rows, group)]).astype(jnp.float32)
-    return _operand(pairs, lambda value: (value - zero).astype(dtype)), scale
+    return _operand(pairs, lambda value: (value - jnp.asarray(base + 16, half)).astype(dtype)), scale
 
 
 def _mxfp4(form, refs, rows, step, width, columns, dtype):
-    words, inside = load_columns(refs[0], rows, step, columns // 8, width // 8)
-    first = step * (columns // form.block)  # block of the step's first column
-    byte = first % 4 + jnp.arange(columns // 8, dtype=jnp.int32) // (form.block // 8)
-    scales = load(refs[1].at[(rows, first // 4)])
-    factor = mxfp4.block_factors((scales[:, None] >> (8 * byte).astype(jnp.uint32)[None, :]) & 255)
-    if inside is not None:  # a byte past the last block may be anything
-        factor = jnp.where(inside, factor, 0)
+    words = load_columns(refs[0], rows, step, columns // 8, width // 8)
+    scales = load(refs[1].at[(rows, step * columns // (4 * form.block))])
+    # Words past the end are zeros with the last scale: the bytes that follow it may be anything.
+    word = jnp.minimum(_columns(step, columns // 8), width // 8 - 1)
+    shift = load(refs[2].at[word % (form.block // 2)])
+    factor = mxfp4.block_factors((scales[:, None] >> shift[None, :]) & 255)
     whole = jnp.float16(mxfp4.UNIT)  # exact in float16; with the factor it could overflow
     pairs = [halves(bits, jnp.float16) for bits in mxfp4.float16_pairs(words)]
     return _operand(pairs, lambda half: ((half * whole).astype(jnp.float32) * factor).astype(dtype)), None

@@ -3,34 +3,22 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dequant_gemm.ref import product
 from pallas_kernels.expert_ffn.spec import SILU, ExpertSpec
 from pallas_kernels.fetch_rows import fetch_rows
 
-_HIGHEST = jax.lax.Precision.HIGHEST
-
-
-def _matmul_t(x, w):
-    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=_HIGHEST, preferred_element_type=jnp.float32)
-
 
 def _weights(row, tensor, n_in, spec: ExpertSpec, dtype):
-    """(w [out, n_in] in `dtype`, bias [out] f32 or None) of `tensor` of a row {name: array}."""
+    """(w [out, n_in] in `dtype`, bias [out] or None) of `tensor` of a row {name: array}."""
     form = getattr(spec, tensor)
     parts = {suffix: row[tensor + suffix] for suffix in form.suffixes}
     w = form.decode(parts, spec.outs(tensor, parts[""].shape[0]), n_in, dtype)
-    return w, row[f"{tensor}_bias"].astype(jnp.float32) if spec.biases else None
-
-
-def _product(x, weights):
-    """x w^T + b for (w, b) of `_weights`: x [M, in] -> [M, out] f32."""
-    w, bias = weights
-    y = _matmul_t(x, w)
-    return y if bias is None else y + bias
+    return w, row[f"{tensor}_bias"] if spec.biases else None
 
 
 def _hidden(x, weights, spec):
     """Hidden vectors [M, F] in x's dtype of x [M, D]."""
-    z = _product(x, weights)
+    z = product(x, *weights)
     return spec.activate(*(jnp.split(z, 2, axis=-1) if spec.gated else (z,))).astype(x.dtype)
 
 
@@ -63,7 +51,7 @@ def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, be
     if between is not None:
         banks = between(h, banks)
     out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return each(lambda u, row: _product(h[u], _weights(row, "down", width, spec, dtype)), "down", out), banks
+    return each(lambda u, row: product(h[u], *_weights(row, "down", width, spec, dtype)), "down", out), banks
 
 
 def expert_ffn_round(x, y, layout, span, banks, *, block_rows, spec=SILU):
@@ -82,7 +70,7 @@ def expert_ffn_round(x, y, layout, span, banks, *, block_rows, spec=SILU):
             b, y = carry
             tokens = jax.lax.dynamic_slice_in_dim(layout["token"], b * block_rows, block_rows)
             pair = jax.lax.dynamic_slice_in_dim(layout["pair"], b * block_rows, block_rows)
-            out = _product(_hidden(x[tokens], gate_up, spec), down).astype(y.dtype)
+            out = product(_hidden(x[tokens], gate_up, spec), *down).astype(y.dtype)
             return b + 1, y.at[jnp.where(pair >= 0, pair, y.shape[0])].set(out, mode="drop")
 
         # The condition reads within bounds: past the last block a gather clamps its index.

@@ -99,8 +99,7 @@ def float16_pairs(words: jax.Array) -> list[jax.Array]:
 def nan_where_stored(pairs: jax.Array) -> jax.Array:
     """`float16_pairs` with NaN for the bytes that stand for it: these alone carry into the next bit of the exponent,
     which with those that were set makes a NaN of float16."""
-    carried = (pairs & np.uint32(0x3F803F80)) + np.uint32(0x00800080)
-    return pairs | (carried & np.uint32(0x40004000))
+    return pairs | ((pairs + np.uint32(0x00800080)) & np.uint32(0x40004000))
 
 
 def lane_values(words: jax.Array) -> list[jax.Array]:

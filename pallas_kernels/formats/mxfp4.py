@@ -78,8 +78,8 @@ class MXFP4(Format):
 
 
 def float16_pairs(words: jax.Array) -> list[jax.Array]:
-    """Nibbles i and i + 4 of each word, for i = 0 .. 3, as float16 bits of their values over UNIT: nibble i in the lower
-    half of a word. For kernels: two nibbles an operation."""
+    """Nibbles i and i + 4 of each word, for i = 0 .. 3, as float16 bits of their values over UNIT: nibble i in the
+    lower half of a word. For kernels: two nibbles an operation."""
     pairs = []
     for i in range(4):
         sign = (words << 12 - 4 * i) & np.uint32(0x80008000)
