@@ -81,7 +81,8 @@ def fresh_state(policy, xp, L, E, seed, capacity, global_scope):
     """Returns the state of `policy` over an empty cache: `init`, then `bound` if the policy follows the cache.
 
     `capacity` [L] int32 and `global_scope`, a Python bool or a bool array, as `Policy.bound` takes them. Raises
-    ValueError for a `host_only` policy unless `xp` is NumPy.
+    ValueError for a `host_only` policy unless `xp` is NumPy, and TypeError for the state of any other policy if that is
+    not a dict of arrays (dicts in it are fine).
     """
     if policy.host_only and xp is not np:
         raise ValueError(
@@ -91,7 +92,19 @@ def fresh_state(policy, xp, L, E, seed, capacity, global_scope):
     state = policy.init(xp, L, E, seed)
     if policy.in_cache:
         state = policy.bound(xp, state, xp.asarray(capacity, xp.int32), global_scope)
+    if not policy.host_only:
+        _check_arrays(policy.name or type(policy).__name__, "", state)
     return state
+
+
+def _check_arrays(name, key, state):
+    if isinstance(state, dict):
+        for inner, value in state.items():
+            _check_arrays(name, f"{key}[{inner!r}]", value)
+    elif not (hasattr(state, "dtype") and hasattr(state, "shape")):
+        remedy = "make a number an array, xp.asarray(0, xp.int32), or set host_only = True" if key else "return a dict"
+        found = f"state{key} is of type {type(state).__name__}"
+        raise TypeError(f"policy {name!r}: its state must be a dict of arrays, and {found}: {remedy}")
 
 
 def set_row(xp, array, layer, row):

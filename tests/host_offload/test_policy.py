@@ -18,6 +18,7 @@ from host_offload.policy import (
     Policy,
     PolicySet,
     StaticPin,
+    fresh_state,
     get_policy,
     list_policies,
     register,
@@ -255,6 +256,34 @@ def test_a_researchers_policy_runs_in_the_plan():
             t=0,
         )
         assert np.asarray(plan.admit).tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (
+            lambda zeros: [zeros],
+            "policy 'careless': its state must be a dict of arrays, and state is of type list: return a dict",
+        ),
+        (lambda zeros: {"a": zeros, "n": 0}, r"and state\['n'\] is of type int: make a number an array"),
+        (lambda zeros: {"a": {"b": zeros, "c": None}}, r"and state\['a'\]\['c'\] is of type NoneType"),
+    ],
+)
+def test_a_state_of_other_things_than_arrays_is_refused(xp, state, message):
+    class Careless(LRU):
+        name = "careless"
+
+        def init(self, xp, L, E, seed):
+            return state(xp.zeros((L, E)))
+
+    with pytest.raises(TypeError, match=message):
+        fresh_state(Careless(), xp, L, E, 0, np.full(L, 2), False)
+
+    class HostOnly(Careless):
+        host_only = True
+
+    assert fresh_state(HostOnly(), np, L, E, 0, np.full(L, 2), False) is not None
 
 
 def test_policies_do_not_import_jax():
