@@ -22,6 +22,8 @@ import pytest
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton
 
+from pallas_kernels.dequant_gemm import dequant_gemm
+from pallas_kernels.dequant_gemm.arg_specs import ARG_SPECS, ROWS
 from pallas_kernels.expert_ffn import SILU, ExpertSpec, expert_ffn_decode, expert_ffn_round
 from pallas_kernels.formats import FP8, INT4, MXFP4
 from pallas_kernels.router_topk import router_topk
@@ -324,6 +326,35 @@ def test_prefill_of_other_experts(model):
     for (_, operands), tensor in zip(kernels, ("gate_up", "down"), strict=True):
         for part in spec.parts(tensor):
             assert len(bank_of(operands, (rows, *spec.row_tensors(shape.F, shape.D)[part][0]))) == 1, part
+
+
+def gemm_kernels(spec, rows, compute="bfloat16", **options):
+    """The kernels of a product with one of ARG_SPECS, and the parts of its weights."""
+    tensors = spec.form.row_tensors((spec.N,), spec.D)
+    parts = {suffix: arrays(*size, dtype=fixed or jnp.bfloat16) for suffix, (size, fixed) in tensors.items()}
+    run = functools.partial(dequant_gemm, form=spec.form, implementation="pallas", **options)
+    return lower(run, arrays(rows, spec.D, dtype=jnp.dtype(compute)), parts), parts
+
+
+@pytest.mark.parametrize("spec", ARG_SPECS, ids=lambda s: f"{s.model}-{s.matrix}-{s.form}")
+def test_dequant_gemm_at_real_shapes(spec):
+    for rows in ROWS:
+        kernels, parts = gemm_kernels(spec, rows)
+        assert [name for name, _ in kernels] == ["dequant_gemm"]
+        check_offsets(kernels)
+        ((_, (_, *operands)),) = kernels
+        for suffix, part in parts.items():
+            # The order of columns is applied to x, before the kernel.
+            assert len(bank_of(operands, part.shape)) == (suffix != "_order"), suffix
+        assert operands[-1].shape[-2:] == (rows, spec.N)
+
+
+@pytest.mark.parametrize("compute", ["float32", "float16"])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_dequant_gemm_in_other_dtypes(rows, compute):
+    for spec in (ARG_SPECS[0], *(s for s in ARG_SPECS if s.matrix in ("qkv", "lm_head"))):
+        kernels, _ = gemm_kernels(spec, rows, compute, bias=None, out_dtype="float32")
+        check_offsets(kernels)
 
 
 @pytest.mark.parametrize("T", [1, 8192])

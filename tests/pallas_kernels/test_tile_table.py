@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tile_table
+from pallas_kernels.dequant_gemm.kernel import gemm_key, gemm_tiles
 from pallas_kernels.expert_ffn import ExpertSpec
 from pallas_kernels.expert_ffn.decode import decode_key, decode_tiles
 from pallas_kernels.expert_ffn.grouped import grouped_key, grouped_tiles
@@ -29,7 +30,7 @@ def write(tmp_path, monkeypatch):
 
 def test_the_table_of_the_package_fits_the_kernels():
     for key, entry in json.loads(tile_table.FILE.read_text()).items():
-        assert re.fullmatch(r"(expert_ffn|expert_ffn_prefill|paged_attention) \S.* \[.*\] \S.*", key), key
+        assert re.fullmatch(r"(dequant_gemm|expert_ffn|expert_ffn_prefill|paged_attention) \S.* \[.*\] \S.*", key), key
         assert entry["tiles"] and entry["us"] > 0
     root = Path(__file__).resolve().parents[2]
     data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
@@ -49,6 +50,15 @@ def test_an_entry_replaces_what_it_names_in_its_class(write):
     write({grouped_key(768, 2048, 2, spec): {"tiles": {"gate_up": {"num_warps": 4}}}})
     assert grouped_tiles(768, 2048, 2, spec)["gate_up"] == prefill["gate_up"] | {"num_warps": 4}
     assert decode_tiles(768, 2048, 1, 2, spec) == formula
+
+
+def test_dense_matrices_by_size_and_padded_rows(write):
+    formula = gemm_tiles(4096, 4096, 8, INT4(128))
+    write({gemm_key(4096, 4096, 16, INT4(128)): {"tiles": {"splits": 2, "num_warps": 2}}})
+    assert gemm_tiles(4096, 4096, 8, INT4(128)) == formula | {"splits": 2, "num_warps": 2} != formula
+    for other in ((4096, 4096, 17, INT4(128)), (2048, 4096, 8, INT4(128)), (4096, 4096, 8, FP8(128))):
+        assert gemm_tiles(*other)["num_warps"] == 4
+    assert gemm_tiles(4096, 4096, 8, INT4(128), 4)["num_warps"] == 4
 
 
 def test_batches_that_are_padded_alike_share_a_class():
