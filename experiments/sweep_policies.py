@@ -357,12 +357,22 @@ def check_cost(path, transport, traces, policies, phase):
     return cost
 
 
+def make_directory(out):
+    """Makes DIR. Raises UsageError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise UsageError(f"--out {out}: a file of that name exists; name a directory") from error
+    except OSError as error:
+        raise UsageError(f"--out {out}: this directory cannot be made ({error.strerror}); name another one") from error
+
+
 def check_libraries(plots):
     """Raises UsageError if a library that the outputs need is not installed."""
     for library, needed in (("pyarrow", True), ("matplotlib", plots)):
         if needed and importlib.util.find_spec(library) is None:
             remedy = " (or leave the plots out with --no-plots)" if library == "matplotlib" else ""
-            raise UsageError(f"{library} is not installed: pip install 'moe-jax[lab]'{remedy}")
+            raise UsageError(f"{library} is not installed: pip install -e '.[lab]'{remedy}")
 
 
 @app.command()
@@ -436,7 +446,7 @@ def main(
         shown = _sweep_report.select(store.rows.values(), reset, phase, list(loaded))
         reported = dict.fromkeys([*names, *(row["policy"] for row in shown if row["policy"] != "belady")])
         cost_model = check_cost(cost, transport, loaded, reported, phase)
-        out.mkdir(parents=True, exist_ok=True)
+        make_directory(out)
         for reason, count in store.dropped.items():
             console.print(f"{count} finished cells were made with {reason}: they start anew", soft_wrap=True)
         cells = all_cells(list(loaded), names, slots_of, contracts, scopes, reset, phase, seed_list, calibrate_split)

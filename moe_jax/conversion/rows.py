@@ -22,7 +22,7 @@ from moe_jax.checkpoint.reader import Checkpoint
 from moe_jax.config import OffloadConfig
 from moe_jax.conversion.report import ErrorReport
 from moe_jax.conversion.source import open_source
-from moe_jax.conversion.weights import BF16, Errors, Target, convert, decoded
+from moe_jax.conversion.weights import BF16, OTHER_FORM, Errors, Target, convert, decoded
 from moe_jax.engine.loading import compute_dtype, map_weights, read_model_config
 from moe_jax.errors import CheckpointError
 from moe_jax.models.registry import abstract_params
@@ -106,7 +106,7 @@ class _Rows:
         try:
             tensors = self.experts.row_tensors(width, model)
         except ValueError as error:
-            raise CheckpointError(f"the experts have no form in {target.name}: {error}") from error
+            raise CheckpointError(f"the experts have no form in {target.name}: {error}; {OTHER_FORM}") from error
         self.spec = RowSpec(
             {name: (shape, self._dtype(name) if dtype is None else dtype) for name, (shape, dtype) in tensors.items()},
             L=store.spec.L,

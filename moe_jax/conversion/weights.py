@@ -14,6 +14,7 @@ from moe_jax.errors import CheckpointError
 from pallas_kernels.formats import Dense, Format
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+OTHER_FORM = "name another --group-size or --format"  # what helps where the shapes do not fit the format
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def convert(matrices: Sequence[np.ndarray], target: Target, what: str) -> tuple[
     try:
         encoded = [target.encode(w) for w in matrices]
     except ValueError as error:
-        raise CheckpointError(f"{what}: {error}") from error
+        raise CheckpointError(f"{what}: {error}; {OTHER_FORM}") from error
     parts = {suffix: np.concatenate([each[suffix] for each in encoded]) for suffix in encoded[0]}
     outs = tuple(len(w) for w in matrices)
     values, errors, first = decoded(parts, target.format, outs, matrices[0].shape[1]), Errors(), 0

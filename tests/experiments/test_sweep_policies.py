@@ -321,6 +321,15 @@ def test_wrong_options_end_before_anything_is_replayed(script, trace_file, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "message"), [("run.npz", "a file of that name exists"), ("/proc/x", "cannot be made")]
+)
+def test_a_directory_that_cannot_be_made_is_named(script, trace_file, name, message):
+    out = trace_file.parent / name
+    done = run(script, trace_file, "--policies", "lru", "--slots", "2", *QUICK, "--out", out)
+    assert done.exit_code == 2 and done.stderr.startswith(f"sweep_policies: --out {out}: ") and message in done.stderr
+
+
 def test_help_teaches(script):
     done = run(script, "--help")
     assert done.exit_code == 0

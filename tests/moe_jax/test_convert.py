@@ -56,7 +56,7 @@ def test_hugging_face_layout(tiny, tmp_path):
         (("--group-size", "64"), "--group-size 64: only --format fp8 and int4 have one"),
         (("--format", "mxfp4", "--group-size", "64"), "only --format fp8 and int4 have one"),
         (("--layout", "safetensors"), "is in safetensors already: name a --format, or take --layout rows"),
-        (("--format", "int4"), "must be a multiple of 8 and of the group, 128"),
+        (("--format", "int4"), "must be a multiple of 8 and of the group, 128; name another --group-size"),
     ),
 )
 def test_options_that_do_not_fit(options, reason, tiny, tmp_path):
