@@ -155,9 +155,7 @@ def test_experts_that_host_memory_does_not_hold_stay_on_disk():
 def test_host_memory_that_cannot_serve_one_event_is_refused_with_the_bytes_that_can():
     least = tier_bytes(SPEC, SPARE_ROWS)
     assert plan(cache_rate=0.5, host_memory_bytes=least).host_rows == SPARE_ROWS
-    with pytest.raises(
-        ConfigError, match=f"is 1 bytes too small: .* hold 7 .* may need 8 .*at least {least}$"
-    ):
+    with pytest.raises(ConfigError, match=f"is 1 bytes too small: .* hold 7 .* may need 8 .*at least {least}$"):
         plan(cache_rate=0.5, host_memory_bytes=least - 1)
     with pytest.raises(ConfigError, match="host_memory_bytes=1400000 is more than 90% of 1500000 bytes"):
         plan(cache_rate=0.5, host_memory_bytes=1_400_000, host_bytes=1_500_000)
