@@ -20,6 +20,7 @@ def figures(moe: MoE, prompt_tokens: Sequence[int], new_tokens: Sequence[int], c
     stats = moe.stats()
     last, cfg = stats["last"], moe.model_config
     decode, steps = last["decode"], last["decode"]["steps"]
+    disk = decode["disk"]
     row_bytes = stats["experts"]["bytes_each"]
     floor = decode_floor(
         decode,
@@ -44,6 +45,8 @@ def figures(moe: MoE, prompt_tokens: Sequence[int], new_tokens: Sequence[int], c
         "bytes_per_token": decode["bytes_per_token"],
         "prefill_bytes_moved": last["prefill"]["bytes_moved"],
         "encoder_bytes_moved": last["encoder"]["bytes_moved"] if cfg.encoder_decoder else None,
+        "host_hit_rate": disk["hit_rate"] if disk else None,
+        "bytes_read_per_token": disk["bytes_per_token"] if disk else None,
         "link_gbps": ceilings.link_gbps,
         "link_source": ceilings.link_source,
         "hbm_gbps": ceilings.memory_gbps,
@@ -89,6 +92,11 @@ def table(moe: MoE, run: Mapping[str, Any]) -> Table:
     if run["encoder_bytes_moved"] is not None:
         before = f"encoder: {size(run['encoder_bytes_moved'])}, {before}"
     out.add_row("moved a token", "-" if moved is None else size(moved), before)
+    if tier := stats["disk"]:
+        rate = "" if tier["gb_per_second"] is None else f", {tier['gb_per_second']:.2f} GB/s since loading"
+        read = run["bytes_read_per_token"]
+        line("host hit rate", _scaled(run["host_hit_rate"], 100), "%", f"{tier['why']}, {tier['policy']}")
+        out.add_row("read a token", "-" if read is None else size(read), f"from disk, {tier['reads']}{rate}")
     line("link floor", run["link_floor_ms"], "ms", f"{run['link_gbps']:,.1f} GB/s, {run['link_source']}", 2)
     memory = "HBM floor" if accelerated else "memory floor"
     line(memory, run["hbm_floor_ms"], "ms", f"{run['hbm_gbps']:,.1f} GB/s, {run['hbm_source']}", 2)

@@ -75,7 +75,8 @@ def loading(moe: MoE, directory: Path, source: str) -> dict:
         "pool_gb": stats["memory"]["pool_bytes"] / 1e9,
         "pool_allocate_seconds": pool["allocate"],
         "pool_fill_seconds": pool["fill"],
-        "pool_fill_gb_per_second": stats["memory"]["pool_bytes"] / pool["fill"] / 1e9,
+        # A disk tier starts empty.
+        "pool_fill_gb_per_second": 0.0 if stats["disk"] else stats["memory"]["pool_bytes"] / pool["fill"] / 1e9,
         "dense_gb": stats["memory"]["dense_bytes"] / 1e9,
         "dense_weights": stats["dense_weights"],
         "experts": stats["experts"],

@@ -136,11 +136,14 @@ def decode_estimates(
     context: int,
     link_efficiency: float,
     memory_efficiency: float,
-) -> list[dict[str, float]]:
+    disk_gbps: float | None = None,
+) -> list[dict[str, float | None]]:
     """Estimates of a decode step of one sequence with `context` tokens in its cache, one a hit rate.
 
-    ms = link floor / link_efficiency + memory floor / memory_efficiency; in it K distinct experts of each decoder layer
-    are used, and the share 1 - hit rate of them is moved. A resident model has the hit rate 1 alone.
+    ms = link floor / link_efficiency + memory floor / memory_efficiency + disk; in it K distinct experts of each
+    decoder layer are used, and the share 1 - hit rate of them is moved. A resident model has the hit rate 1 alone. Of
+    what is moved, host memory lacks what `disk_share` says; the time to read that is left out (None) if the rate
+    `disk_gbps` is not known.
     """
     cfg, spec = model.cfg, model.spec
     used = (spec.L - cfg.encoder_moe_layers) * cfg.num_experts_per_tok
@@ -152,18 +155,35 @@ def decode_estimates(
         moved = (1 - hit) * used * spec.row_bytes
         step = {"steps": 1, "accesses": used, "bytes_moved": moved}
         floor = decode_floor(step, ceilings, dense_bytes=dense, row_bytes=spec.row_bytes, kv_bytes=kv)
-        ms = floor.link_ms / link_efficiency + floor.memory_ms / memory_efficiency
+        read = moved * disk_share(plan, spec)
+        disk = 0.0
+        if read:
+            disk = None if disk_gbps is None else read / disk_gbps / 1e6
+        ms = floor.link_ms / link_efficiency + floor.memory_ms / memory_efficiency + (disk or 0.0)
         rows.append(
             {
                 "hit_rate": hit,
                 "bytes_moved": round(moved),
                 "link_floor_ms": floor.link_ms,
                 "memory_floor_ms": floor.memory_ms,
+                "bytes_read": round(read),
+                "disk_ms": disk,
                 "ms_per_token": ms,
                 "tokens_per_second": 1e3 / ms,
             }
         )
     return rows
+
+
+def disk_share(plan: MemoryPlan, spec: RowSpec) -> float:
+    """Share of the device's misses that host memory misses too, where routing has no pattern.
+
+    Host memory keeps what it gave to the device, so it is of use for the rows that it has beyond the slots.
+    """
+    if plan.disk_why is None:
+        return 0.0
+    without_slot = spec.L * spec.E - plan.slots.total
+    return 1 - max(0, plan.host_rows - plan.slots.total) / without_slot if without_slot else 0.0
 
 
 def describe(model: Model, plan: MemoryPlan, config: OffloadConfig, host: int | None) -> dict[str, Any]:
@@ -195,7 +215,13 @@ def describe(model: Model, plan: MemoryPlan, config: OffloadConfig, host: int | 
         },
         "spare_rows": plan.spare_rows,
         "host_bytes": host,
-        "disk": {"weights_bytes": model.file_bytes, "counted": model.counted, "offload_path_bytes": packed},
+        "host_rows": plan.host_rows,
+        "disk": {
+            "weights_bytes": model.file_bytes,
+            "counted": model.counted,
+            "offload_path_bytes": packed,
+            "why": plan.disk_why,
+        },
         "configuration": config.to_dict(),
     }
 
@@ -238,8 +264,11 @@ def memory_table(found: dict[str, Any]) -> Table:
         note = "all experts are on the device"
     elif found["host_bytes"]:
         note += f"; {runtime.PINNED_SHARE:.0%} of {size(found['host_bytes'])} may be pinned"
+    if disk["why"]:
+        note = f"{disk['why']}; the others are read from disk when they are needed"
     line("host", "pinned pool", memory["pool_bytes"], note, end=True)
-    read = f"; read in {disk['load_seconds']:.0f} s at the rate given" if "load_seconds" in disk else ""
+    read = "; all but the experts" if disk["why"] else ";"
+    read = f"{read} read in {disk['load_seconds']:.0f} s at the rate given" if "load_seconds" in disk else ""
     line("disk", "weights", disk["weights_bytes"], ("counted" if disk["counted"] else "about") + read)
     if disk["offload_path_bytes"]:
         line("", "packed rows", disk["offload_path_bytes"], "offload_path")
@@ -249,17 +278,24 @@ def memory_table(found: dict[str, Any]) -> Table:
 def estimate_table(found: dict[str, Any]) -> Table:
     """The estimates as a table."""
     speed = found["estimate"]
-    link, memory = speed["link"], speed["memory"]
+    link, memory, disk = speed["link"], speed["memory"], ""
+    if found["disk"]["why"]:
+        disk = " The disk's time is not counted: name its rate, --disk-gbps."
+        if speed["disk_gbps"] is not None:
+            disk = (
+                f" Host memory misses {speed['disk_share']:.0%} of what is moved, read at {speed['disk_gbps']:g} GB/s."
+            )
     out = Table(
         title=f"ESTIMATE, not a measurement: decode of one sequence with {speed['context']} tokens in its cache",
         title_justify="left",
         caption=f"Link {link['gbps']:g} GB/s ({link['source']}) at {link['efficiency']:.0%}, memory "
         f"{memory['gbps']:g} GB/s ({memory['source']}) at {memory['efficiency']:.0%} of the rate. Which hit rate a "
         "cache has depends on text and policy; routing without any pattern hits as often as the share of slots. The "
-        "time to start kernels is not counted: a tiny model is slower.",
+        f"time to start kernels is not counted: a tiny model is slower.{disk}",
         caption_justify="left",
     )
-    for name in ("hit rate", "moved a token", "link floor ms", "memory floor ms", "ms/token", "tok/s"):
+    reads = ("read a token", "disk ms") if disk else ()
+    for name in ("hit rate", "moved a token", "link floor ms", "memory floor ms", *reads, "ms/token", "tok/s"):
         out.add_column(name, justify="right", no_wrap=name == "hit rate")
     for row in speed["rows"]:
         out.add_row(
@@ -267,6 +303,7 @@ def estimate_table(found: dict[str, Any]) -> Table:
             size(row["bytes_moved"]),
             f"{row['link_floor_ms']:.2f}",
             f"{row['memory_floor_ms']:.2f}",
+            *((size(row["bytes_read"]), "-" if row["disk_ms"] is None else f"{row['disk_ms']:.2f}") if disk else ()),
             f"{row['ms_per_token']:.2f}",
             f"{row['tokens_per_second']:.1f}",
         )
@@ -305,6 +342,9 @@ def main(
     expert_slots: Annotated[int | None, typer.Option(help="Expert slots of all layers together.")] = None,
     cache_rate: Annotated[float | None, typer.Option(help="Share of all experts that have a slot.")] = None,
     expert_cache_bytes: Annotated[str | None, typer.Option(help="Bytes for slots, such as 12GB.")] = None,
+    host_memory_bytes: Annotated[
+        str | None, typer.Option(help="Host bytes for experts, such as 50GB; others stay on disk. Default: 90 % of it.")
+    ] = None,
     scope: Annotated[str | None, typer.Option(help="layer or global.")] = None,
     transport: Annotated[str | None, typer.Option(help="auto, device, callback or resident.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most sequences that run together.")] = None,
@@ -317,7 +357,9 @@ def main(
     memory_gbps: Annotated[
         float | None, typer.Option(help=f"Device memory. Default: {MEMORY_GBPS:g}, {ASSUMED}.")
     ] = None,
-    disk_gbps: Annotated[float | None, typer.Option(help="Disk, for the seconds that a load reads.")] = None,
+    disk_gbps: Annotated[
+        float | None, typer.Option(help="Disk: for the time of loading, and of experts that stay on it.")
+    ] = None,
     link_efficiency: Annotated[float, typer.Option(help="Share of the link's rate that is reached.")] = LINK_EFFICIENCY,
     memory_efficiency: Annotated[
         float, typer.Option(help="Share of the memory's rate that is reached.")
@@ -331,6 +373,7 @@ def main(
         "expert_slots": expert_slots,
         "cache_rate": cache_rate,
         "expert_cache_bytes": expert_cache_bytes,
+        "host_memory_bytes": host_memory_bytes,
         "scope": scope,
         "transport": transport,
         "max_batch": max_batch,
@@ -366,8 +409,9 @@ def main(
         )
         found = describe(source, plan, settings, host)
         if disk_gbps is not None:
-            rate, _ = _rate("--disk-gbps", disk_gbps, disk_gbps)
-            found["disk"]["load_seconds"] = source.file_bytes / rate / 1e9
+            _rate("--disk-gbps", disk_gbps, disk_gbps)
+            loaded = source.file_bytes if plan.disk_why is None else source.dense_bytes
+            found["disk"]["load_seconds"] = loaded / disk_gbps / 1e9
         rates = sorted({*(hit_rate or HIT_RATES), found["slots"]["share"]})
         rows = decode_estimates(
             source,
@@ -375,12 +419,15 @@ def main(
             Ceilings(link, memory, link_source, memory_source),
             hit_rates=rates,
             context=context,
+            disk_gbps=disk_gbps,
             **efficiency,
         )
         found["estimate"] = {
             "context": min(context, plan.max_sequence_length - 1),
             "link": {"gbps": link, "source": link_source, "efficiency": link_efficiency},
             "memory": {"gbps": memory, "source": memory_source, "efficiency": memory_efficiency},
+            "disk_gbps": disk_gbps,
+            "disk_share": disk_share(plan, source.spec),
             "rows": rows,
         }
         if json_path is not None:

@@ -128,6 +128,17 @@ def main(
     ] = None,
     cache_rate: Annotated[float | None, option(CACHE, "Share of all experts that have a slot, such as 0.25.")] = None,
     expert_cache_bytes: Annotated[str | None, option(CACHE, "Bytes for expert slots, such as 12GB or 512MiB.")] = None,
+    host_memory_bytes: Annotated[
+        str | None,
+        option(
+            CACHE,
+            "Most host memory for experts, such as 50GB; what does not fit is read from disk when it is needed. "
+            "Default: 90 % of the machine's.",
+        ),
+    ] = None,
+    host_policy: Annotated[
+        str | None, option(CACHE, "Which experts stay in host memory if not all do. Default: lru.")
+    ] = None,
     scope: Annotated[
         str | None, option(CACHE, "layer: each layer has its slots; global: one pool. Default: layer.")
     ] = None,
@@ -170,6 +181,8 @@ def main(
         "expert_slots": None if expert_slots is None else _slots(expert_slots),
         "cache_rate": cache_rate,
         "expert_cache_bytes": expert_cache_bytes,
+        "host_memory_bytes": host_memory_bytes,
+        "host_policy": host_policy,
         "scope": scope,
         "contract": contract,
         "device_memory_ratio": device_memory_ratio,

@@ -196,7 +196,7 @@ def make_host_policy(name: str) -> Policy:
     try:
         policy = get_policy(name)
     except ValueError as error:
-        raise ConfigError(f"host_policy: {error}") from error
+        raise ConfigError(f"host_{error}") from error  # it begins with "policy: "
     if policy.uses_scores:
         raise ConfigError(
             f"host_policy={name!r} uses the router's scores, and host memory sees only what the device missed: choose "

@@ -77,8 +77,33 @@ def test_what_config_json_leaves_out_is_said(tmp_path):
     assert [row["hit_rate"] for row in found["estimate"]["rows"]] == [0.3, 0.5]
 
 
+def test_experts_that_stay_on_disk(tmp_path):
+    options = (*RATES, "--cache-rate", "0.25", "--host-memory-bytes", "32GB")
+    found, text = run(tmp_path, "qwen3-30b-a3b", *HARDWARE, *options, "--disk-gbps", "4")
+    row = 3 * 2048 * 768 * 2
+    rows = found["host_rows"]
+    assert found["transport"]["name"] == "callback" and rows == 32 * 10**9 // row
+    assert rows * row < found["memory"]["pool_bytes"] <= 32 * 10**9
+    assert found["disk"]["why"] == f"{rows} of 6144 experts fit into host_memory_bytes=32000000000"
+    assert found["disk"]["load_seconds"] == pytest.approx(found["memory"]["dense_bytes"] / 4e9)
+    share = 1 - (rows - 1536) / (6144 - 1536)
+    assert found["estimate"]["disk_share"] == pytest.approx(share)
+    half = next(line for line in found["estimate"]["rows"] if line["hit_rate"] == 0.5)
+    assert half["bytes_read"] == pytest.approx(192 * row * share, rel=1e-6)
+    assert half["disk_ms"] == pytest.approx(half["bytes_read"] / 4e6)
+    without = half["link_floor_ms"] / 0.8 + half["memory_floor_ms"] / 0.5
+    assert half["ms_per_token"] == pytest.approx(without + half["disk_ms"])
+    assert "the others are read from disk when they are needed" in " ".join(text.replace("│", " ").split())
+    found, text = run(tmp_path, "qwen3-30b-a3b", *HARDWARE, *options)
+    assert found["estimate"]["rows"][0]["disk_ms"] is None and "--disk-gbps" in text
+    found, text = run(tmp_path, "qwen3-30b-a3b", *HARDWARE, *RATES, "--cache-rate", "0.25")
+    assert (found["host_rows"], found["disk"]["why"], found["estimate"]["disk_share"]) == (6144, None, 0)
+    assert {line["disk_ms"] for line in found["estimate"]["rows"]} == {0.0} and "read a token" not in text
+
+
 def test_what_does_not_fit_or_is_not_known_is_one_line():
-    assert "host memory is 530373358388 bytes too small" in refusal("deepseek-v3", *HARDWARE)
+    assert "host memory is 530373358388 bytes too small" in refusal("deepseek-v3", *HARDWARE, "--transport", "device")
+    assert "give at least" in refusal("deepseek-v3", *HARDWARE, "--host-memory-bytes", "1GB")
     small = refusal("qwen3-235b-a22b", "--device-memory", "24GiB", "--host-memory", "1TiB")
     assert "device memory is" in small and "bytes too small" in small and "What helps: " in small
     assert "did you mean mixtral-8x7b?" in refusal("mixtral8x7b", *HARDWARE)

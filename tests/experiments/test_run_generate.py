@@ -99,9 +99,9 @@ def test_demo_with_json_trace_and_verification(tmp_path):
 
 
 @pytest.mark.slow
-def test_batch_from_standard_input_through_the_callback_transport(tmp_path):
+def test_batch_from_standard_input_through_the_callback_transport_and_a_disk_tier(tmp_path):
     options = "--transport", "callback", "--policy", "lfru", "--scope", "global", "--expert-slots", 40, "--greedy"
-    files = "--json", tmp_path / "out.json"
+    files = "--host-memory-bytes", "12MB", "--host-policy", "lfu", "--json", tmp_path / "out.json"
     done = run(
         *options, *files, "--prompt-file", "-", "--batch", 3, "--max-new-tokens", 12, "--stop", ",",
         "--link-gbps", 50, "--hbm-gbps", 4000, stdin="Once upon a time\n\nThe king said\nÉtait-ce\nleft out\n".encode(),
@@ -117,6 +117,12 @@ def test_batch_from_standard_input_through_the_callback_transport(tmp_path):
     assert out["config"]["transport"] == "callback" and out["stats"]["policy"] == "lfru"
     assert out["stats"]["slots"] == {"total": 40, "per_layer": [], "source": "expert_slots=40"}
     assert (out["figures"]["link_gbps"], out["figures"]["link_source"]) == (50, "given")
+    disk, decode = out["stats"]["disk"], out["stats"]["last"]["decode"]
+    assert (disk["policy"], disk["rows"], disk["experts"]) == ("lfu", 12_000_000 // 98304, 256)
+    assert out["figures"]["host_hit_rate"] == decode["disk"]["hit_rate"]
+    assert out["figures"]["bytes_read_per_token"] == decode["disk"]["bytes_read"] / decode["tokens"]
+    table = " ".join(done.stderr.decode().split())
+    assert "host hit rate" in table and "read a token" in table and "from disk, buffered" in table
     assert out["sampling"]["do_sample"] is False and "temperature" not in out["sampling"]
 
 
@@ -213,6 +219,9 @@ def test_wrong_option_ends_the_process_with_one_line():
         (["--expert-slots", "8,0,8"], "expert_slots[1]=0 is not allowed"),
         (["--expert-slots", "20", "--cache-rate", "0.5"], "all set the size of the expert cache"),
         (["--expert-cache-bytes", "12XB"], "expert_cache_bytes='12XB' is not allowed"),
+        (["--host-memory-bytes", "12 cows"], "host_memory_bytes='12 cows' is not allowed"),
+        (["--host-memory-bytes", "9MB", "--transport", "device"], "What helps: transport='callback'"),
+        (["--host-policy", "lruu"], "host_policy: unknown name 'lruu'"),
         (["--device-memory-ratio", "3"], "device_memory_ratio=3.0 is not allowed"),
         (["--seed", "-1"], "seed=-1 is not allowed"),
         (["--config", "{tmp}/none.json"], "cannot read configuration file"),
@@ -350,7 +359,7 @@ def test_help_explains_every_option_without_starting_jax():
         model prompt prompt-file batch chat system chat-template
         max-new-tokens do-sample greedy temperature top-k top-p min-p repetition-penalty
         stop eos ignore-eos seed transport policy expert-slots cache-rate expert-cache-bytes scope contract
-        device-memory-ratio offload-path dtype config json trace link-gbps hbm-gbps verify
+        host-memory-bytes host-policy device-memory-ratio offload-path dtype config json trace link-gbps hbm-gbps verify
     """
     for name in names.split():
         assert f"--{name}" in done.stdout
