@@ -10,11 +10,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _case import ROTATE_BYTES, Case, fill, relative, sets_for, unequal
+from _gemm_cases import dequant_gemm, gemm_lines
 from _released import CONFIGS
 
 from host_offload.plan import apply, plan_event
@@ -30,9 +32,6 @@ from pallas_kernels.router_topk import router_topk
 from pallas_kernels.sinkhorn import sinkhorn_kernel, sinkhorn_ref
 from pallas_kernels.slot_plan import slot_plan
 
-ROTATE_BYTES = 512_000_000
-# Calls in one program, at most; shorter contexts than those of ATTENTION would need more to fill ROTATE_BYTES.
-MOST_SETS = 128
 # Sets of a kernel whose operands are small: they come from the kernel before, so from the cache, in an engine as well.
 SMALL_SETS = 16
 
@@ -87,31 +86,6 @@ CONTEXTS = ((1, 4096), (1, 32768), (16, 2048))
 PAGE = 64
 
 
-@dataclass(frozen=True)
-class Case:
-    """What one line of the benchmark runs.
-
-    make: () -> (data, state), traceable; `data["pool"]`, if any, belongs in pinned host memory.
-    step: (implementation) -> (data, state, j) -> state, one call on set j of `sets`, a Python number.
-    error: (data, first, last) -> distance from the reference of the state after the first call, and after all of them;
-      both calls are on set 0, and `first` has no banks.
-    tolerance: largest distance that is right; 0: equal to the bit.
-    moved: bytes that a call must read over `memory`, "hbm" or "link" (None: no such bound); flops: its operations.
-    aim: share of the ceiling that is asked for, or None; starts: kernels that the aim allows a start.
-    """
-
-    make: Callable[[], tuple[dict, dict]]
-    step: Callable[[str], Callable]
-    error: Callable[[dict, dict, dict], Any]
-    tolerance: float
-    sets: int
-    moved: int = 0
-    memory: str | None = None
-    flops: int = 0
-    aim: float | None = None
-    starts: int = 0
-
-
 class Experts(NamedTuple):
     """D, F, E experts, K of them a token, L layers, and what an expert computes from which rows."""
 
@@ -125,6 +99,11 @@ class Experts(NamedTuple):
     def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """{name: (shape, dtype)} of a row; floats that a file chooses are bf16."""
         return {n: (s, d or jnp.dtype(jnp.bfloat16)) for n, (s, d) in self.spec.row_tensors(self.F, self.D).items()}
+
+    def part(self, name: str) -> tuple[Format, str]:
+        """Format and suffix of a row tensor."""
+        tensor = "gate_up" if name.startswith("gate_up") else "down"
+        return getattr(self.spec, tensor), name.removeprefix(tensor)
 
     @property
     def row_bytes(self) -> int:
@@ -141,28 +120,13 @@ def experts_of(shape: str, form: str, small: bool) -> Experts:
     return Experts(*sides, cfg.num_experts, cfg.num_experts_per_tok, len(cfg.moe_layers), spec)
 
 
-def fill(key, name: str, shape, dtype, spec: ExpertSpec):
-    """One row tensor: finite weights of a spread near 0.02, so that no activation is saturated."""
-    tensor = "gate_up" if name.startswith("gate_up") else "down"
-    form, suffix = getattr(spec, tensor), name.removeprefix(tensor)
-    if dtype != np.uint32 and suffix != "_scale":
-        return (jax.random.normal(key, shape, jnp.bfloat16) * 0.02).astype(dtype)
-    if dtype != np.uint32:
-        low = 0.01 if isinstance(form, FP8) else 0.003
-        return jax.random.uniform(key, shape, jnp.float32, low, 2 * low).astype(dtype)
-    words = jax.random.bits(key, shape, jnp.uint32)
-    if suffix == "_scale":  # bytes of MXFP4, 2^-9 to 2^-6
-        return (words & np.uint32(0x03030303)) + np.uint32(0x76767676)
-    return words & np.uint32(0xBFBFBFBF) if isinstance(form, FP8) else words  # FP8 without its NaN
-
-
 def row_bank(experts: Experts, rows: int, seed: int) -> dict:
     """{name: [rows, ...]}, one row after the other: all at once would take several times the memory."""
 
     def row(r):
         key = jax.random.fold_in(jax.random.key(seed), r)
         return {
-            name: fill(jax.random.fold_in(key, i), name, shape, dtype, experts.spec)
+            name: fill(jax.random.fold_in(key, i), *experts.part(name), shape, dtype)
             for i, (name, (shape, dtype)) in enumerate(experts.tensors().items())
         }
 
@@ -171,26 +135,6 @@ def row_bank(experts: Experts, rows: int, seed: int) -> dict:
 
 def empty_bank(experts: Experts, rows: int) -> dict:
     return {name: jnp.zeros((rows, *shape), dtype) for name, (shape, dtype) in experts.tensors().items()}
-
-
-def sets_for(nbytes: int, small: bool) -> int:
-    """Sets of `nbytes` that fill ROTATE_BYTES; raises ValueError if that takes more than MOST_SETS."""
-    sets = 2 if small else max(2, -(-ROTATE_BYTES // nbytes))
-    if sets > MOST_SETS:
-        raise ValueError(f"{nbytes} bytes a call: {sets} sets are needed, at most {MOST_SETS} can be made")
-    return sets
-
-
-def relative(got, want):
-    """Largest difference over the largest magnitude of `want`; infinite where `got` is not finite."""
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    error = jnp.max(jnp.abs(got - want)) / jnp.max(jnp.abs(want))
-    return jnp.where(jnp.isfinite(error), error, jnp.inf)
-
-
-def unequal(*pairs):
-    """Elements that differ in their bits, over all pairs of arrays."""
-    return sum((jnp.sum(a != b, dtype=jnp.int32) for a, b in pairs), jnp.int32(0)).astype(jnp.float32)
 
 
 def distinct_experts(E: int, K: int, batch: int) -> int:
@@ -546,4 +490,6 @@ def entries(batches: tuple[int, ...], small: bool) -> list[Entry]:
         found.append(Entry("sinkhorn", "deepseek-v4-flash", "f32", f"T{tokens}", matrices))
     for batch in batches[1:]:
         found += decode_at(batch)
+    for rows in (*batches, PREFILL_TOKENS):
+        found += [entry("dequant_gemm", *line, dequant_gemm, *line[1:]) for line in gemm_lines(rows, small)]
     return found

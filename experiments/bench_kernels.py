@@ -40,7 +40,7 @@ XLA_SETS = 32
 KERNEL_START_US = 2.5
 # Of the time limit, the part in which programs are compiled.
 COMPILE_SHARE = 0.6
-LIMIT_SECONDS = 240.0
+LIMIT_SECONDS = 480.0
 SQUARE = 8192
 
 
@@ -299,14 +299,16 @@ def main(
     op: Annotated[str | None, Option(help="Operations, with commas. [default: all]")] = None,
     shape: Annotated[str | None, Option(help="Models whose shapes are run, with commas. [default: all]")] = None,
     form: Annotated[str | None, Option("--format", help="Number formats, with commas. [default: all]")] = None,
-    batch: Annotated[str, Option(help="Tokens of a decode step of expert_ffn, with commas.")] = "1,8,64",
+    batch: Annotated[
+        str, Option(help="Tokens of a decode step of expert_ffn, rows of dequant_gemm, with commas.")
+    ] = "1,8,64",
     xla: Annotated[bool, Option(help="Time plain XLA as well.")] = True,
     dry: Annotated[
         bool, Option("--dry", help="Small shapes in the interpreter: that it runs, on any machine.")
     ] = False,
     verbose: Annotated[bool, Option(help="Also the seconds that each line took.")] = False,
     limit: Annotated[
-        float | None, Option(min=1, help="Seconds after which no further line is begun. [default: 240 on a GPU]")
+        float | None, Option(min=1, help="Seconds after which no further line is begun. [default: 480 on a GPU]")
     ] = None,
     link_gbps: Annotated[float | None, Option(help="Link rate. [default: measured]")] = None,
     hbm_gbps: Annotated[float | None, Option(help="Memory rate. [default: measured]")] = None,

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import jax
 import typer
+from _gemm_cases import gemm_of
 from _kernel_cases import PAGE, Entry, experts_of
 from _outputs import write_json
 from bench_kernels import Ready, compiled_or_dry, find_rates, measure, prepare, prepare_all, select, workers
@@ -23,6 +24,9 @@ from rich.table import Table
 from typer import Option
 
 from pallas_kernels import tile_table
+from pallas_kernels.dequant_gemm.arg_specs import ArgSpec
+from pallas_kernels.dequant_gemm.kernel import gemm_key, gemm_tiles
+from pallas_kernels.dequant_gemm.weights import most_columns
 from pallas_kernels.expert_ffn.decode import decode_key, decode_tiles
 from pallas_kernels.expert_ffn.grouped import grouped_key, grouped_tiles
 from pallas_kernels.expert_ffn.packed import unit_words
@@ -33,7 +37,7 @@ app = typer.Typer(add_completion=False)
 console = Console(width=170)
 
 # Not expert_ffn_deposit: it has the tiles of expert_ffn, or a result would depend on what was resident.
-TUNABLE = ("expert_ffn", "expert_ffn_prefill", "paged_attention")
+TUNABLE = ("dequant_gemm", "expert_ffn", "expert_ffn_prefill", "paged_attention")
 # Sums that a thread keeps in registers, of which it has 255: more spill, and with fewer it has nothing to do.
 REGISTERS = range(4, 129)
 
@@ -46,6 +50,10 @@ def class_of(entry: Entry, batch: int, small: bool) -> tuple[str, Tiles]:
         data, _ = jax.eval_shape(jax.jit(entry.build().make))
         operands = data["q"], data.get("values", data["k0"]), data["tables"][0]
         return partial_key(*operands), partial_tiles(*operands)
+    if entry.op == "dequant_gemm":
+        spec, rows = gemm_of(entry.shape, entry.format, entry.size, small)
+        operands = spec.N, spec.D, rows, spec.form
+        return gemm_key(*operands), gemm_tiles(*operands)
     experts = experts_of(entry.shape, entry.format, small)
     if entry.op == "expert_ffn_prefill":
         operands = experts.F, experts.D, 2, experts.spec
@@ -59,6 +67,8 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
     if entry.op == "paged_attention":
         grid = {"tokens": (16, 32, PAGE), "splits": (8, 16, 32, 64), "num_warps": (4, 8), "num_stages": (2, 3)}
         return [{}, *(dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))]
+    if entry.op == "dequant_gemm":
+        return gemm_variants(*gemm_of(entry.shape, entry.format, entry.size, small), base)
     experts = experts_of(entry.shape, entry.format, small)
     found: list[Tiles] = [{}]
     for kernel, n_out, n_in in (("gate_up", experts.F, experts.D), ("down", experts.D, experts.F)):
@@ -85,6 +95,26 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
                 if tiles["block_out"] * words * matrices // (32 * tiles["num_warps"]) not in REGISTERS:
                     continue
             found.append({kernel: tiles})
+    return found
+
+
+def gemm_variants(spec: ArgSpec, rows: int, base: Tiles) -> list[Tiles]:
+    """Overrides of the tiles of a dense matrix; more rows a tile than there are rows would be thrown away."""
+    deep = most_columns(spec.form)
+    grid = {
+        "block_rows": {base["block_rows"], max(16, base["block_rows"] // 2)},
+        "block_out": {64, 128},
+        "block_in": {deep, max(32, deep // 2)} if isinstance(spec.form, Dense) else {deep},
+        "splits": {max(1, base["splits"] // 2), base["splits"], min(2 * base["splits"], -(-spec.D // deep))},
+        "num_warps": {4, 8},
+        "num_stages": {2, 3, 4, 5},
+    }
+    found: list[Tiles] = [{}]
+    for values in itertools.product(*map(sorted, grid.values())):
+        tiles = dict(zip(grid, values, strict=True))
+        sums = tiles["block_out"] * tiles["block_rows"] // (32 * tiles["num_warps"])
+        if tiles != base and sums in REGISTERS and tiles["num_warps"] * 16 <= tiles["block_out"]:
+            found.append(tiles)
     return found
 
 
@@ -154,8 +184,8 @@ def main(
     op: Annotated[str, Option(help=f"One of {', '.join(TUNABLE)}.")],
     shape: Annotated[str | None, Option(help="Models, with commas. [default: all that have the kernel]")] = None,
     form: Annotated[str | None, Option("--format", help="Number formats, with commas. [default: all]")] = None,
-    size: Annotated[str | None, Option(help='Of paged_attention, as "B1 S32768". [default: all]')] = None,
-    batch: Annotated[int, Option(min=1, help="Tokens of a decode step of expert_ffn.")] = 1,
+    size: Annotated[str | None, Option(help='As in the table: "B1 S32768", "qkv M8". [default: all]')] = None,
+    batch: Annotated[int, Option(min=1, help="Tokens of a decode step of expert_ffn, rows of dequant_gemm.")] = 1,
     most: Annotated[int | None, Option(min=1, help="Variants tried at each shape, at most.")] = None,
     limit: Annotated[float, Option(min=1, help="Seconds in which the variants of a shape are compiled.")] = 120.0,
     dry: Annotated[
@@ -186,7 +216,7 @@ def main(
             failures += 1
             continue
         results, failed = try_all(entry, tried, implementation, seconds, limit, first)
-        if op != "paged_attention" and (both := best_of_both(results)):
+        if op.startswith("expert_ffn") and (both := best_of_both(results)):
             more, less = try_all(entry, [both], implementation, seconds, limit, first)
             results, failed = results + more, failed + less
         results.sort(key=lambda one: one[1]["us"])

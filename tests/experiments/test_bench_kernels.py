@@ -11,12 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "experiments"))
+import _case
+import _gemm_cases
 import _kernel_cases
 import bench_kernels
 import tune_kernels
 
 from moe_jax.floors import Ceilings
 from pallas_kernels import tile_table
+from pallas_kernels.dequant_gemm.arg_specs import ARG_SPECS
+from pallas_kernels.formats import FP8, INT4, MXFP4, Dense
 
 RATES = bench_kernels.Rates(Ceilings(50.0, 4000.0, "given", "given"), 700.0)
 
@@ -40,7 +44,7 @@ def test_every_kernel_runs_and_is_right(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_kernels, "entries", first_of_each)
     code, rows, text = bench(tmp_path, "--verbose")
     assert code == 0, text
-    assert {row["op"] for row in rows} == {entry.op for entry in _kernel_cases.entries((1,), True)} and len(rows) == 8
+    assert {row["op"] for row in rows} == {entry.op for entry in _kernel_cases.entries((1,), True)} and len(rows) == 9
     for row in rows:
         assert row["status"] == "ok" and 0 <= row["error"] <= row["tolerance"] and row["op"] in text
         assert 0 < row["us_least"] <= row["us"] <= row["us_most"] and row["xla_us"] > 0
@@ -90,20 +94,44 @@ def test_a_wrong_expert_is_seen(tmp_path, monkeypatch, planted):
 def test_cases_of_real_size_rotate_over_512_mb():
     entries = _kernel_cases.entries((1, 8, 64), False)
     assert len({entry.name for entry in entries}) == len(entries)
+    at_one_row = {entry.name: entry.build().sets for entry in entries if entry.name.endswith(" M1")}
+    assert len(at_one_row) == len(ARG_SPECS)
     for entry in entries:
         case = entry.build()
-        assert 1 <= case.sets <= _kernel_cases.MOST_SETS, entry.name
+        assert 1 <= case.sets <= _case.MOST_SETS, entry.name
         if case.moved:
             assert case.sets >= 2 and case.sets * case.moved >= 512_000_000, entry.name
-        if case.flops:
+        if case.flops and entry.op == "dequant_gemm":
+            assert case.sets == at_one_row[entry.name.replace("M4096", "M1")] and case.aim is None
+        elif case.flops:
             experts = _kernel_cases.experts_of(entry.shape, entry.format, False)
             assert case.sets * experts.E * experts.row_bytes >= 512_000_000, entry.name
     qwen = {entry.size: entry.build() for entry in entries if entry.name.startswith("expert_ffn qwen3-30b-a3b bf16")}
+    gemm = next(entry.build() for entry in entries if entry.name == "dequant_gemm mixtral-8x7b int4z qkv M1")
+    assert gemm.moved == 6144 * (4096 // 2 + 4096 // 128 * 2 + 4096 // 128 // 2) and gemm.aim == 0.65
     assert [(size, case.moved // (3 * 2048 * 768 * 2), case.aim) for size, case in qwen.items()] == [
         ("B1", 8, 0.85),
         ("B8", 52, None),  # of 128 experts, 64 choices leave out (1 - 1/16)^8 of them
         ("B64", 126, None),
     ]
+
+
+@pytest.mark.slow
+def test_every_format_of_dense_matrices_is_right_and_a_wrong_one_seen(tmp_path, monkeypatch):
+    code, rows, text = bench(tmp_path, "--op", "dequant_gemm", "--batch", "8", "--no-xla")
+    assert code == 0, text
+    # One line a format, with 8 rows and with many.
+    assert {row["format"] for row in rows} == {line[1] for line in _gemm_cases.gemm_lines(1, False)}
+    assert {row["size"].split(" ")[1] for row in rows} == {"M8", "M4096"}
+    right = _gemm_cases.kernel.dequant_gemm
+    monkeypatch.setattr(_gemm_cases.kernel, "dequant_gemm", lambda x, *rest, **options: right(-x, *rest, **options))
+    code, rows, _ = bench(tmp_path, "--op", "dequant_gemm", "--format", "int4", "--batch", "1", "--no-xla")
+    assert code == 1 and [row["status"] for row in rows] == ["wrong"] * 2
+
+
+def test_names_of_the_formats_of_dense_matrices():
+    forms = Dense(), FP8(), MXFP4(), INT4(128), INT4(32, zeros=True), INT4(128, order=True)
+    assert [_gemm_cases.label(form) for form in forms] == ["bf16", "fp8", "mxfp4", "int4", "int4zg32", "int4o"]
 
 
 def test_aims():
@@ -195,11 +223,23 @@ def test_tuning_attention(tmp_path, monkeypatch):
     ]
 
 
+def test_tuning_a_dense_matrix(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune_kernels, "variants", lambda *arguments: [{}, {"splits": 2}, {"block_in": 100}])
+    out = tmp_path / "tiles.json"
+    arguments = ("--shape", "deepseek-v3", "--format", "fp8", "--size", "kv_a M1")
+    result = tune("--op", "dequant_gemm", *arguments, "--out", out)
+    assert result.exit_code == 0 and "must be a power of two from 16 to 128" in result.output
+    ((key, entry),) = json.loads(out.read_text()).items()
+    assert key == "dequant_gemm FP8(block=128) [N96 D256 2-byte M16] cpu"
+    assert entry["tiles"] in (tune_kernels.gemm_tiles(96, 256, 1, FP8()) | {"splits": n} for n in (1, 2))
+
+
 def test_variants_differ_and_fit():
     for entry in _kernel_cases.entries((1,), False):
         if entry.op not in tune_kernels.TUNABLE:
             continue
-        found = tune_kernels.variants(entry, tune_kernels.class_of(entry, 1, False)[1], 1, False)
+        base = tune_kernels.class_of(entry, 1, False)[1]
+        found = tune_kernels.variants(entry, base, 1, False)
         assert found[0] == {} and 10 < len(found) < 120, (entry.name, len(found))
         assert len({json.dumps(tiles, sort_keys=True) for tiles in found}) == len(found)
 
@@ -208,7 +248,7 @@ def test_tuning_refuses(tmp_path):
     bad = tmp_path / "bad.json"
     bad.write_text("[1]")
     for arguments, message in (
-        (("--op", "fetch_rows"), "kernels with tiles are expert_ffn"),
+        (("--op", "fetch_rows"), "kernels with tiles are dequant_gemm"),
         (("--op", "paged_attention", "--size", "B3"), "no line has it"),
         (("--op", "paged_attention", "--out", bad), "must hold a JSON object"),
         (("--op", "paged_attention", "--out", tile_table.FILE), "a dry run measures nothing"),
