@@ -26,6 +26,7 @@ from rich.table import Table
 from typer import Option
 
 from moe_jax import MoE, OffloadConfig
+from moe_jax.errors import MoEJaxError
 from moe_jax.floors import find_ceilings
 
 console = Console(width=170)
@@ -165,7 +166,7 @@ def main(
     shares: Annotated[str, Option(help="slot shares")] = "0.5",
     transports: Annotated[str, Option(help="of device, callback; resident always comes first")] = "device",
     tokens: Annotated[int, Option(min=1, help="decode tokens timed")] = 64,
-    context: Annotated[int, Option(min=1, help="prompt tokens")] = 64,
+    context: Annotated[int | None, Option(min=1, help="prompt tokens; default: 64, with --dry 16")] = None,
     repeats: Annotated[int, Option(min=1, help="timed runs of each setting; the median is reported")] = 3,
     decode_chunk: Annotated[int, Option(min=1, help="decode steps a jit call")] = 32,
     link_gbps: Annotated[float | None, Option(help="link ceiling; default: measured")] = None,
@@ -175,6 +176,8 @@ def main(
     """Measures loading and decoding of one checkpoint."""
     if make is None and (layers is not None or dry):
         raise typer.BadParameter("--layers and --dry belong to --make")
+    if context is None:
+        context = 16 if dry else 64  # tiny configurations have 128 positions
     wanted = transports.split(",")
     if unknown := sorted(set(wanted) - {"device", "callback"}):
         raise typer.BadParameter(f"--transports: {', '.join(unknown)} must be device or callback")
@@ -205,6 +208,8 @@ def main(
             ceilings,
             source_of(directory, make is not None),
         )
+    except MoEJaxError as error:
+        raise typer.BadParameter(str(error)) from error
     finally:
         if make is not None:
             shutil.rmtree(directory)

@@ -51,8 +51,15 @@ def test_a_wrong_token_fails(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(bench_families, "decode", decode)
     monkeypatch.setattr(bench_families, "head_seconds", lambda moe: 0.0)
-    assert run(tmp_path / "model", make="mixtral-8x7b") == 1
+    # With the lengths that the script takes by itself.
+    assert run(tmp_path / "model", make="mixtral-8x7b", tokens=64, context=None) == 1
     assert "tokens differ from resident: device 0.5" in capsys.readouterr().out
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_the_model_cannot_do_is_said(tmp_path):
+    with pytest.raises(typer.BadParameter, match="max_sequence_length=1065: the model was made for 128 positions"):
+        run(tmp_path / "model", make="gpt-oss-20b", tokens=64, context=1000)
     assert not (tmp_path / "model").exists()
 
 
