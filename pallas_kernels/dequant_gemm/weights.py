@@ -120,11 +120,11 @@ def _side_by_side(tiles):
     return jnp.moveaxis(tiles[0], 1, -1).reshape(rows, count * size)
 
 
-def _operand(pairs, decode):
-    """[R, columns] of words [R, n] with a value in each half; `decode`: halves [R, n] -> values."""
-    return _side_by_side(
-        [jnp.stack([decode(half) for half in both], -1).reshape(both[0].shape[0], -1) for both in pairs]
-    )
+def _operand(pairs, dtype, decode):
+    """[R, columns] of arrays [R, n] of words with a float of the 16-bit `dtype` in each half; `decode`: [R, n] of these
+    to values."""
+    values = [jnp.stack([decode(half) for half in halves(pair, dtype)], axis=-1) for pair in pairs]
+    return _side_by_side([both.reshape(both.shape[0], -1) for both in values])
 
 
 def _dense(form, refs, rows, step, width, columns, dtype):
@@ -136,9 +136,9 @@ def _fp8(form, refs, rows, step, width, columns, dtype):
     if filled := width % 4:  # what follows the last value may be anything
         last = _columns(step, columns // 4)[None, :] == width // 4
         words &= jnp.where(last, np.uint32(2 ** (8 * filled) - 1), np.uint32(0xFFFFFFFF))
-    pairs = [halves(fp8.nan_where_stored(bits), jnp.float16) for bits in fp8.float16_pairs(words)]
+    pairs = [fp8.nan_where_stored(pair) for pair in fp8.float16_pairs(words)]
     scale = load(refs[1].at[(rows // form.block, step * columns // form.block)])
-    return _operand(pairs, lambda half: half.astype(dtype)), scale
+    return _operand(pairs, jnp.float16, lambda value: value.astype(dtype)), scale
 
 
 def _int4(form, refs, rows, step, width, columns, dtype):
@@ -151,9 +151,9 @@ def _int4(form, refs, rows, step, width, columns, dtype):
         shift = load(refs[3].at[jnp.broadcast_to(group % 8, rows.shape)])
         zero = ((load(refs[2].at[(rows, group // 8)]) >> shift) & 15)[:, None]
     both = np.uint32(1 << 16 | 1)  # a number in each half of a word
-    pairs = [halves(q + ((np.uint32(bits + 16) - zero) * both), half) for q in int4.pairs(words)]
+    pairs = [q + (np.uint32(bits + 16) - zero) * both for q in int4.pairs(words)]
     scale = load(refs[1].at[(rows, group)]).astype(jnp.float32)
-    return _operand(pairs, lambda value: (value - jnp.asarray(base + 16, half)).astype(dtype)), scale
+    return _operand(pairs, half, lambda value: (value - jnp.asarray(base + 16, half)).astype(dtype)), scale
 
 
 def _mxfp4(form, refs, rows, step, width, columns, dtype):
@@ -164,5 +164,8 @@ def _mxfp4(form, refs, rows, step, width, columns, dtype):
     shift = load(refs[2].at[word % (form.block // 2)])
     factor = mxfp4.block_factors((scales[:, None] >> shift[None, :]) & 255)
     whole = jnp.float16(mxfp4.UNIT)  # exact in float16; with the factor it could overflow
-    pairs = [halves(bits, jnp.float16) for bits in mxfp4.float16_pairs(words)]
-    return _operand(pairs, lambda half: ((half * whole).astype(jnp.float32) * factor).astype(dtype)), None
+
+    def decode(value):
+        return ((value * whole).astype(jnp.float32) * factor).astype(dtype)
+
+    return _operand(mxfp4.float16_pairs(words), jnp.float16, decode), None

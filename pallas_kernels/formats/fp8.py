@@ -1,6 +1,6 @@
 """FP8: 8-bit floats (e4m3fn) with one float32 scale for a square block of weights, as DeepSeek-V3 is stored."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -85,15 +85,14 @@ class FP8(Format):
         return {"": pack(value.view(np.uint8), 8), "_scale": scale}
 
 
-def float16_pairs(words: jax.Array) -> list[jax.Array]:
+def float16_pairs(words: jax.Array) -> Iterator[jax.Array]:
     """Bytes i and i + 2 of each word, for i = 0, 1, as float16 bits of their values over UNIT: byte i in the lower half
     of a word. NaN comes out as 480 / UNIT.
 
     For kernels: two bytes an operation, and no conversion that only newer cards have.
     """
-    return [
-        (placed & np.uint32(0x80008000)) | ((placed >> 1) & np.uint32(0x3F803F80)) for placed in (words << 8, words)
-    ]
+    for placed in (words << 8, words):
+        yield (placed & np.uint32(0x80008000)) | ((placed >> 1) & np.uint32(0x3F803F80))
 
 
 def nan_where_stored(pairs: jax.Array) -> jax.Array:
@@ -104,8 +103,8 @@ def nan_where_stored(pairs: jax.Array) -> jax.Array:
 
 def lane_values(words: jax.Array) -> list[jax.Array]:
     """Values 4 w + i of each word w over UNIT, float32, for i = 0 .. 3; NaN comes out as 480 / UNIT, see `has_nan`."""
-    pairs = [half.astype(jnp.float32) for bits in float16_pairs(words) for half in halves(bits, jnp.float16)]
-    return [pairs[0], pairs[2], pairs[1], pairs[3]]
+    values = [half.astype(jnp.float32) for pair in float16_pairs(words) for half in halves(pair, jnp.float16)]
+    return [values[0], values[2], values[1], values[3]]
 
 
 def has_nan(words: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 The weight-only formats of GPTQ, AWQ and compressed-tensors ("W4A16"), brought into one layout.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -105,18 +105,25 @@ def _in_true_order(w, order, outs):
     return jnp.concatenate(matrices, axis=-2)
 
 
-def pairs(words: jax.Array) -> list[jax.Array]:
-    """q of columns 8 w + i and 8 w + i + 4 of each word w, for i = 0 .. 3: the first in the lower half of a word. For
-    kernels: two nibbles an operation."""
-    return [(words >> 4 * i) & np.uint32(0x000F000F) for i in range(4)]
+def pairs(words: jax.Array) -> Iterator[jax.Array]:
+    """q of columns 8 w + i and 8 w + i + 4 of each word w, for i = 0 .. 3: the first in the lower half of a word.
+
+    For kernels: two nibbles an operation.
+    """
+    for i in range(4):
+        yield (words >> 4 * i) & np.uint32(0x000F000F)
 
 
 def lane_values(words: jax.Array, zero: jax.Array) -> list[jax.Array]:
-    """q - zero of columns 8 w + i of each word w, float32, for i = 0 .. 7.
+    """q - zero of columns 8 w + i of each word w, float32, for i = 0 .. 7. For kernels.
 
     `zero`: uint32 like `words`, or a number.
     """
     # A float16 with these bits is 1024 + q.
     offset = (zero + np.uint32(1024)).astype(jnp.float32)
-    low, high = zip(*(halves(q | np.uint32(0x64006400), jnp.float16) for q in pairs(words)), strict=True)
-    return [value.astype(jnp.float32) - offset for value in low + high]
+    values = [
+        half.astype(jnp.float32) - offset
+        for pair in pairs(words)
+        for half in halves(pair | np.uint32(0x64006400), jnp.float16)
+    ]
+    return values[0::2] + values[1::2]

@@ -4,7 +4,7 @@ Open Compute Project, "Microscaling Formats (MX)" 1.0, sections 5 and 6.3. gpt-o
 are stored so.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -77,21 +77,19 @@ class MXFP4(Format):
         return {"": pack(code.reshape(w.shape), 4), "_scale": pack(byte, 8)}
 
 
-def float16_pairs(words: jax.Array) -> list[jax.Array]:
+def float16_pairs(words: jax.Array) -> Iterator[jax.Array]:
     """Nibbles i and i + 4 of each word, for i = 0 .. 3, as float16 bits of their values over UNIT: nibble i in the
     lower half of a word. For kernels: two nibbles an operation."""
-    pairs = []
     for i in range(4):
         sign = (words << 12 - 4 * i) & np.uint32(0x80008000)
         code = (words << 9 - 4 * i if i < 3 else words >> 3) & np.uint32(0x0E000E00)
-        pairs.append(sign | code)
-    return pairs
+        yield sign | code
 
 
 def lane_values(words: jax.Array) -> list[jax.Array]:
-    """Values 8 w + i of each word w over UNIT, float32, for i = 0 .. 7."""
-    low, high = zip(*(halves(bits, jnp.float16) for bits in float16_pairs(words)), strict=True)
-    return [value.astype(jnp.float32) for value in low + high]
+    """Values 8 w + i of each word w over UNIT, float32, for i = 0 .. 7. For kernels."""
+    values = [half.astype(jnp.float32) for pair in float16_pairs(words) for half in halves(pair, jnp.float16)]
+    return values[0::2] + values[1::2]
 
 
 def block_factors(bytes_: jax.Array) -> jax.Array:

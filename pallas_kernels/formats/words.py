@@ -4,6 +4,8 @@ Whole words, as a Pallas-Triton operand of one-byte elements between 2 and 4 GiB
 32 / b values of b bits fill a word; this is the byte order of little-endian memory.
 """
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +17,10 @@ def unpack(words: jax.Array, bits: int) -> jax.Array:
     return values.reshape(*words.shape[:-1], -1)
 
 
-def halves(words: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """(lower, upper) 16 bits of each word as numbers of the 16-bit floating `dtype`. For kernels."""
-    return tuple(jax.lax.bitcast_convert_type(half.astype(jnp.uint16), dtype) for half in (words, words >> 16))
+def halves(words: jax.Array, dtype) -> Iterator[jax.Array]:
+    """The lower, then the upper 16 bits of each word as numbers of the 16-bit floating `dtype`. For kernels."""
+    for half in (words, words >> 16):
+        yield jax.lax.bitcast_convert_type(half.astype(jnp.uint16), dtype)
 
 
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
