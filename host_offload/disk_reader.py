@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import mmap
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from host_offload.store import (
-    ALIGNMENT,
     ExpertStore,
     PackedRows,
     RowSource,
@@ -55,12 +53,14 @@ class RowReader(Protocol):
         """Releases files."""
 
 
-def make_reader(source: RowSource) -> RowReader:
-    """The reader of a row source. It holds files of its own: a checkpoint may be closed afterwards, while packed rows
-    belong to the reader, which closes them. Raises StoreError for files that changed since the checkpoint was opened.
+def make_reader(source: RowSource, probe: np.ndarray) -> RowReader:
+    """The reader of a row source, for rows in the kind of memory that `probe` (uint8 [stride]) is.
+
+    It holds files of its own, so that a checkpoint may be closed afterwards; packed rows belong to the reader, which
+    closes them. Raises StoreError for files that changed since the checkpoint was opened.
     """
     if isinstance(source, PackedRows):
-        return PackedReader(source)
+        return PackedReader(source, probe)
     if isinstance(source, ExpertStore):
         return TensorReader(source.over(StoredTensors(source.places())))
     return TensorReader(source)
@@ -89,9 +89,10 @@ class PackedReader:
     """Rows of `PackedRows`, each in one piece, past the page cache where the file system can; checksums are compared.
 
     The checksum is the judge of what was read, so a file that another process replaced stays readable as it was opened.
+    Whether direct reads are possible is tried once, into `probe`: file systems and kinds of memory may refuse them.
     """
 
-    def __init__(self, packed: PackedRows):
+    def __init__(self, packed: PackedRows, probe: np.ndarray):
         self._packed, self._spec, self._stride = packed, packed.spec, row_stride(packed.spec)
         self.rows_a_job = min(MOST_BUFFERS, max(1, JOB_BYTES // self._stride))
         self._direct: list[int] = []
@@ -101,11 +102,10 @@ class PackedReader:
                 self._direct.append(os.open(path, os.O_RDONLY | os.O_DIRECT))
                 if not os.path.samestat(os.fstat(self._direct[-1]), os.fstat(file)):
                     raise StoreError(f"{path} was replaced while the model was loading: load it again")
-            with mmap.mmap(-1, ALIGNMENT) as page:  # aligned memory; some file systems refuse only when they read
-                os.preadv(self._direct[0], [page], 0)
+            read_at(self._direct[0], 0, probe)
         except OSError as error:
             self._close_direct()
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT):
                 raise StoreError(f"{packed.directory} cannot be read ({error}): load the model again") from error
             logger.info("%s: no direct reads here (%s), so they go through the page cache", path, error.strerror)
         except BaseException:

@@ -107,7 +107,7 @@ class DiskTier:
         self._reading, self._busy_since, self._busy_seconds = 0, 0.0, 0.0
         self._wait_seconds = 0.0
         try:
-            self._reader = make_reader(source)
+            self._reader = make_reader(source, self._memory[0])
         except BaseException:
             self._free()
             raise
@@ -199,6 +199,8 @@ class DiskTier:
 
         Raises what the reader raises; the experts that were not read are absent then, and may be asked for again.
         """
+        if not len(experts):
+            return
         started = time.perf_counter()
         try:
             with self._undivided():
@@ -231,8 +233,9 @@ class DiskTier:
             self._settle()
             occupied = np.flatnonzero(self._owner >= 0)
             kept = {*self._moving, *self._reads, *occupied[self._awaited[self._owner[occupied]]].tolist()}
-            absent = [expert for expert in experts if self._slot_of[layer, expert] < 0]
-            self._admit(layer, absent[: self.rows - len(kept)], AHEAD, None)
+            absent = [expert for expert in experts if self._slot_of[layer, expert] < 0][: self.rows - len(kept)]
+            if absent:
+                self._admit(layer, absent, AHEAD, None)
 
     def moving(self, layer: int, experts, turn: int) -> None:
         """Copies of these experts' rows to the device start in round `turn`; the event needs them no more."""

@@ -218,9 +218,11 @@ def read_row(path: Path, checksums: Sequence[int], e: int, out: np.ndarray) -> N
         finally:
             os.close(file)
     except (OSError, EOFError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): {_REMEDY}") from error
+        raise CheckpointError(f"{path} cannot be read at byte {e * out.nbytes} ({error}): {_REMEDY}") from error
     if _crc32(out) != checksums[e]:
-        raise CheckpointError(f"{path}: the values of expert {e} are not those of {HEADER}: {_REMEDY}")
+        raise CheckpointError(
+            f"{path}: the values of expert {e}, at byte {e * out.nbytes}, are not those of {HEADER}: {_REMEDY}"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- writing

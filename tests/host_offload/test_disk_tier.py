@@ -181,6 +181,8 @@ def test_events_in_any_order_find_their_rows(rows, policy, events, seed):
             broken = set(experts[:1]) if faulty else set()
             source.fails = lambda at, expert, layer=layer, broken=broken: at == layer and expert in broken
             experts, rounds = (experts, max(1, rows // 2)) if in_rounds else (experts[:rows], None)
+            wait_until(lambda: all(job.future.done() for job in tier._reads.values()))
+            tier._settle()
             absent = {expert for expert in experts if tier._slot_of[layer, expert] < 0}
             try:
                 serve(tier, layer, experts, rounds)
@@ -578,5 +580,5 @@ def test_packed_rows_that_were_replaced_while_they_were_opened_are_refused(packe
     path.unlink()
     path.write_bytes(content)
     with pytest.raises(StoreError, match=f"{path.name} was replaced while the model was loading"):
-        PackedReader(rows)
+        PackedReader(rows, np.zeros(row_stride(rows.spec), np.uint8))
     rows.close()
