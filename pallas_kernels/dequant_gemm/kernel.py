@@ -9,7 +9,7 @@ writes its sums to a place of its own; they are added in order, so the result is
 
 A row past the end of x or W is the last one again: it computes and stores the same values, and nothing is masked.
 
-Limits on a GPU (bf16, compiled for sm_90): the default tiles take up to 229 registers a thread and 128 KiB of shared
+Limits on a GPU (bf16, compiled for sm_90): the default tiles take up to 231 registers a thread and 128 KiB of shared
 memory (FP8, BM = BN = 128, three stages). Products of float32 are no tensor core's.
 """
 
@@ -26,6 +26,7 @@ from pallas_kernels.dequant_gemm.weights import (
     least_columns,
     load_columns,
     most_columns,
+    scale,
     shifts,
     tile,
     unit,
@@ -49,14 +50,19 @@ def _kernel(x_ref, *refs, form, size, width, count, block_rows, block_out, block
     first = split * steps // splits
     share = steps // splits if steps % splits == 0 else (split + 1) * steps // splits - first
 
-    def step(k, acc):
+    def step(k, carry):
+        acc, factor = carry
         at = first + k
-        w, scale = tile(form, weights, out, at, width=width, columns=block_in, dtype=x_ref.dtype)
+        # The next step's scales arrive while this one is computed.
+        following = scale(form, weights, out, jnp.minimum(at + 1, steps - 1), block_in)
+        w = tile(form, weights, out, at, width=width, columns=block_in, dtype=x_ref.dtype)
         x = load_columns(x_ref, rows, at, block_in, x_ref.shape[1])
         product = pltriton.dot(w, x, trans_b=True, allow_tf32=False)
-        return acc + (product if scale is None else product * scale[:, None])
+        return acc + (product if factor is None else product * factor[:, None]), following
 
-    y = jax.lax.fori_loop(0, share, step, jnp.zeros((block_out, block_rows), jnp.float32)) * unit(form)
+    zeros = jnp.zeros((block_out, block_rows), jnp.float32)
+    y, _ = jax.lax.fori_loop(0, share, step, (zeros, scale(form, weights, out, first, block_in)))
+    y *= unit(form)
     if biased:
         y += bias_ref[out].astype(jnp.float32)[:, None]
     place = rows[:, None], out[None, :]

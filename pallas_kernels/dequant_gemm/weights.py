@@ -69,13 +69,22 @@ def arrange(x: jax.Array, form: Format, columns: int) -> jax.Array:
 
 
 def tile(form: Format, refs, rows, step, *, width: int, columns: int, dtype):
-    """Weights of one step: (values [R, columns] in `dtype`, scale [R] f32 or None), W = values * scale * `unit(form)`.
+    """Weights of one step, [R, columns] in `dtype`: W over `scale` and `unit(form)`.
 
     refs: of the parts of one matrix, as `form.suffixes`, and of `shifts`; rows: [R] i32; step: number of the `columns`
     columns, of rows of `width` values. Columns past the width are zeros.
     """
     read = {Dense: _dense, FP8: _fp8, INT4: _int4, MXFP4: _mxfp4}[type(form)]
     return read(form, refs, rows, step, width, columns, dtype)
+
+
+def scale(form: Format, refs, rows, step, columns: int):
+    """Scale of the sums of one step's products, [R] f32; None: the format has none. Arguments as of `tile`."""
+    together = _scaled_together(form)
+    if together is None:
+        return None
+    block = rows // form.block if isinstance(form, FP8) else rows
+    return load(refs[1].at[(block, step * columns // together)]).astype(jnp.float32)
 
 
 def shifts(form: Format) -> np.ndarray | None:
@@ -128,7 +137,7 @@ def _operand(pairs, dtype, decode):
 
 
 def _dense(form, refs, rows, step, width, columns, dtype):
-    return load_columns(refs[0], rows, step, columns, width).astype(dtype), None
+    return load_columns(refs[0], rows, step, columns, width).astype(dtype)
 
 
 def _fp8(form, refs, rows, step, width, columns, dtype):
@@ -137,8 +146,7 @@ def _fp8(form, refs, rows, step, width, columns, dtype):
         last = _columns(step, columns // 4)[None, :] == width // 4
         words &= jnp.where(last, np.uint32(2 ** (8 * filled) - 1), np.uint32(0xFFFFFFFF))
     pairs = [fp8.nan_where_stored(pair) for pair in fp8.float16_pairs(words)]
-    scale = load(refs[1].at[(rows // form.block, step * columns // form.block)])
-    return _operand(pairs, jnp.float16, lambda value: value.astype(dtype)), scale
+    return _operand(pairs, jnp.float16, lambda value: value.astype(dtype))
 
 
 def _int4(form, refs, rows, step, width, columns, dtype):
@@ -152,8 +160,7 @@ def _int4(form, refs, rows, step, width, columns, dtype):
         zero = ((load(refs[2].at[(rows, group // 8)]) >> shift) & 15)[:, None]
     both = np.uint32(1 << 16 | 1)  # a number in each half of a word
     pairs = [q + (np.uint32(bits + 16) - zero) * both for q in int4.pairs(words)]
-    scale = load(refs[1].at[(rows, group)]).astype(jnp.float32)
-    return _operand(pairs, half, lambda value: (value - jnp.asarray(base + 16, half)).astype(dtype)), scale
+    return _operand(pairs, half, lambda value: (value - jnp.asarray(base + 16, half)).astype(dtype))
 
 
 def _mxfp4(form, refs, rows, step, width, columns, dtype):
@@ -168,4 +175,4 @@ def _mxfp4(form, refs, rows, step, width, columns, dtype):
     def decode(value):
         return ((value * whole).astype(jnp.float32) * factor).astype(dtype)
 
-    return _operand(mxfp4.float16_pairs(words), jnp.float16, decode), None
+    return _operand(mxfp4.float16_pairs(words), jnp.float16, decode)
