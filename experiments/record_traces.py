@@ -128,7 +128,9 @@ def main(
     from _outputs import check_writable
 
     from moe_jax.errors import MoEJaxError
+    from moe_jax.interrupts import keep_interrupts
 
+    keep_interrupts()
     parts = out.with_name(out.name + ".parts")
     try:
         if out.suffix not in (".npz", ".parquet"):

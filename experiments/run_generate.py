@@ -174,7 +174,9 @@ def main(
     --transport.
     """
     from moe_jax.errors import MoEJaxError
+    from moe_jax.interrupts import keep_interrupts
 
+    keep_interrupts()
     overrides = {
         "transport": transport,
         "policy": policy,
@@ -469,10 +471,14 @@ class Run:
             _write(decoder.flush() + "\n")
             if len(self.prompts) > 1:
                 self._show_all()
-        except BrokenPipeError:
-            # The reader has gone, as with `| head`. The interpreter must not fail on its last flush of what is left.
+        except OSError as error:  # of standard output: what fails in the model is a MoEJaxError
+            # The interpreter must not fail on its last flush of what is left.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = EXIT_PIPE
+            if isinstance(error, BrokenPipeError):  # the reader has gone, as with `| head`
+                code = EXIT_PIPE
+            else:
+                self.fault, code = f"the text cannot be written to standard output: {error.strerror}", EXIT_FAULT
+                print(f"run_generate: {self.fault}", file=sys.stderr)
         except KeyboardInterrupt:
             self.interrupted, code = True, EXIT_INTERRUPT
         except MoEJaxError as error:

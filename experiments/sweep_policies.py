@@ -36,6 +36,7 @@ from host_offload.policy import StaticPin
 from host_offload.simulate import BACKENDS, RESETS
 from host_offload.trace import CONTRACTS, PHASES, SCOPES, write_whole
 from moe_jax import __version__
+from moe_jax.interrupts import keep_interrupts
 
 EXIT_FAULT, EXIT_USAGE, EXIT_INTERRUPT = 1, 2, 130
 SPLITS = ("even-odd", "none")
@@ -409,6 +410,7 @@ def main(
     policies take about a hundred times as long as compiled ones; leave them out with --policies compiled.
     """
     console = Console(stderr=True, highlight=False)
+    keep_interrupts()
     try:
         if load is not None:
             if not load.is_file():

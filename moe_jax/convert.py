@@ -16,6 +16,7 @@ from moe_jax.checkpoint.bin_convert import INDEX, SINGLE
 from moe_jax.conversion import Target, prepare, write_hub_layout
 from moe_jax.conversion.report import FILE
 from moe_jax.errors import ConfigError, MoEJaxError
+from moe_jax.interrupts import keep_interrupts
 from pallas_kernels.formats import FP8, INT4, MXFP4, Dense, Format
 
 DEFAULT_GROUP = 128
@@ -86,6 +87,7 @@ def main(
 
         python -m moe_jax.convert Mixtral-8x7B Mixtral-8x7B-int4 --format int4 --group-size 64 --layout safetensors
     """
+    keep_interrupts()
     try:
         written, report = _convert(source, destination, form, layout, group_size)
     except MoEJaxError as error:

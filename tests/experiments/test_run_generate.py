@@ -173,6 +173,16 @@ def test_reader_that_goes_away_is_no_error():
     assert "Traceback" not in errors and "BrokenPipe" not in errors and "Exception ignored" not in errors
 
 
+@pytest.mark.slow
+def test_text_that_cannot_be_written_is_one_line_and_the_figures_stay():
+    with open("/dev/full", "w") as full:
+        options = ("--cache-rate", 0.25, "--max-new-tokens", 4)
+        done = subprocess.run(command(*options), stdout=full, stderr=subprocess.PIPE, env=environment(), timeout=300)
+    errors = done.stderr.decode()
+    assert done.returncode == 1 and "Traceback" not in errors and "Exception ignored" not in errors
+    assert "cannot be written to standard output: No space left on device" in errors and "hit rate" in errors
+
+
 def test_fault_while_running_keeps_the_text_before_it(script, demo_model, capsys):
     from rich.console import Console
 
