@@ -100,20 +100,23 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
 
 def gemm_variants(spec: ArgSpec, rows: int, base: Tiles) -> list[Tiles]:
     """Overrides of the tiles of a dense matrix; more rows a tile than there are rows would be thrown away."""
-    deep = most_columns(spec.form)
+    dense, deep = isinstance(spec.form, Dense), most_columns(spec.form)
     grid = {
         "block_rows": {base["block_rows"], max(16, base["block_rows"] // 2)},
         "block_out": {64, 128},
-        "block_in": {deep, max(32, deep // 2)} if isinstance(spec.form, Dense) else {deep},
-        "splits": {max(1, base["splits"] // 2), base["splits"], min(2 * base["splits"], -(-spec.D // deep))},
+        "block_in": {64, 128} if dense else {deep},
+        "unroll": {1} if dense else {base["unroll"], 2},
+        "splits": {max(1, base["splits"] // 2), base["splits"], 2 * base["splits"]},
         "num_warps": {4, 8},
-        "num_stages": {2, 3, 4, 5},
+        "num_stages": {3, 4, 5},
     }
     found: list[Tiles] = [{}]
     for values in itertools.product(*map(sorted, grid.values())):
         tiles = dict(zip(grid, values, strict=True))
         sums = tiles["block_out"] * tiles["block_rows"] // (32 * tiles["num_warps"])
-        if tiles != base and sums in REGISTERS and tiles["num_warps"] * 16 <= tiles["block_out"]:
+        steps = -(-spec.D // tiles["block_in"])
+        shared = steps % (tiles["splits"] * tiles["unroll"]) == 0 or (tiles["unroll"] == 1 and tiles["splits"] <= steps)
+        if tiles != base and shared and sums in REGISTERS and tiles["num_warps"] * 16 <= tiles["block_out"]:
             found.append(tiles)
     return found
 

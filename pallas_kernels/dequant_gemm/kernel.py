@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels._compat import call, cdiv, next_power_of_2, pl, pltriton, store
 from pallas_kernels.dequant_gemm.weights import (
     LEAST,
+    MOST_COLUMNS,
     arrange,
     least_columns,
     load_columns,
@@ -38,7 +39,7 @@ PROGRAMS = 132  # multiprocessors of an H200
 MOST_SPLITS = 16
 
 
-def _kernel(x_ref, *refs, form, size, width, count, block_rows, block_out, block_in, splits, biased):
+def _kernel(x_ref, *refs, form, size, width, count, block_rows, block_out, block_in, unroll, splits, biased):
     """refs: parts of W [size, width] and, if any, their `shifts`; bias if `biased`; y [count, size] or, of splits,
     [splits, count, size]."""
     *weights, y_ref = refs
@@ -50,9 +51,8 @@ def _kernel(x_ref, *refs, form, size, width, count, block_rows, block_out, block
     first = split * steps // splits
     share = steps // splits if steps % splits == 0 else (split + 1) * steps // splits - first
 
-    def step(k, carry):
+    def step(at, carry):
         acc, factor = carry
-        at = first + k
         # The next step's scales arrive while this one is computed.
         following = scale(form, weights, out, jnp.minimum(at + 1, steps - 1), block_in)
         w = tile(form, weights, out, at, width=width, columns=block_in, dtype=x_ref.dtype)
@@ -60,8 +60,13 @@ def _kernel(x_ref, *refs, form, size, width, count, block_rows, block_out, block
         product = pltriton.dot(w, x, trans_b=True, allow_tf32=False)
         return acc + (product if factor is None else product * factor[:, None]), following
 
+    def some_steps(k, carry):
+        for at in range(unroll):
+            carry = step(first + k * unroll + at, carry)
+        return carry
+
     zeros = jnp.zeros((block_out, block_rows), jnp.float32)
-    y, _ = jax.lax.fori_loop(0, share, step, (zeros, scale(form, weights, out, first, block_in)))
+    y, _ = jax.lax.fori_loop(0, share // unroll, some_steps, (zeros, scale(form, weights, out, first, block_in)))
     y *= unit(form)
     if biased:
         y += bias_ref[out].astype(jnp.float32)[:, None]
@@ -88,8 +93,9 @@ def gemm_key(size: int, width: int, rows: int, form: Format, itemsize: int = 2) 
 def gemm_tiles(size: int, width: int, rows: int, form: Format, itemsize: int = 2) -> dict:
     """Tiles for W [N, D] = [size, width] and `rows` rows of x of a compute dtype of `itemsize` bytes.
 
-    block_rows and block_out: BM and BN. block_in: columns of a step, at most those of one scale. splits: programs that
-    share the columns of a tile. Measured ones take the place of these.
+    block_rows and block_out: BM and BN. block_in: columns of a step, at most those of one scale; unroll: steps in a
+    round of the loop, whose words are on their way together. splits: programs that share the columns of a tile.
+    Measured ones take the place of these.
     """
     padded = _padded(rows)
     if itemsize > 2:  # all operands of a product lie in registers
@@ -101,19 +107,24 @@ def gemm_tiles(size: int, width: int, rows: int, form: Format, itemsize: int = 2
     programs = cdiv(size, block_out) * cdiv(padded, block_rows)
     # A program that reads few rows waits for memory: four of them keep a multiprocessor busy.
     wanted = PROGRAMS if block_rows == 128 else 4 * PROGRAMS
-    splits = max(1, min(wanted // programs, cdiv(width, block_in) // 4, MOST_SPLITS))
+    splits = max(1, min(wanted // programs, width // 512, MOST_SPLITS))
+    splits = 1 << (splits.bit_length() - 1)
+    unroll = MOST_COLUMNS // block_in if itemsize <= 2 and most_columns(form) < MOST_COLUMNS else 1
+    while unroll > 1 and cdiv(width, block_in) % (splits * unroll):
+        unroll //= 2
     formula = dict(
         block_rows=block_rows,
         block_out=block_out,
         block_in=block_in,
-        splits=1 << (splits.bit_length() - 1),
+        unroll=unroll,
+        splits=splits,
         num_warps=8 if block_out == 128 else 4,
         num_stages=3 if block_rows == 128 else 4,
     )
     return with_measured(gemm_key(size, width, rows, form, itemsize), formula)
 
 
-def _resolved(defaults, overrides, form, width):
+def resolved(defaults, overrides, form, width):
     """All tiles as a static argument; raises ValueError for those that cannot run."""
     if unknown := set(overrides or {}) - set(defaults):
         raise ValueError(f"tiles: no parameter {', '.join(sorted(unknown))}; they are {', '.join(defaults)}")
@@ -128,6 +139,10 @@ def _resolved(defaults, overrides, form, width):
     steps = cdiv(width, tiles["block_in"])
     if not 1 <= tiles["splits"] <= steps:
         raise ValueError(f"tiles['splits'] = {tiles['splits']}: a row of {steps} steps has 1 to {steps} shares")
+    if tiles["unroll"] != 1 and (tiles["unroll"] < 1 or steps % (tiles["splits"] * tiles["unroll"])):
+        raise ValueError(
+            f"tiles['unroll'] = {tiles['unroll']}: must divide each of {tiles['splits']} equal shares of {steps} steps"
+        )
     return tuple(tiles.items())
 
 
@@ -168,7 +183,7 @@ def dequant_gemm(x, parts, form, bias, out_dtype, *, tiles=None, interpret=False
     if isinstance(form, INT4) and form.order:
         order, form = parts["_order"][0], replace(form, order=False)
     (rows, width), size = x.shape, parts[""].shape[0]
-    static = _resolved(gemm_tiles(size, width, rows, form, x.dtype.itemsize), tiles, form, width)
+    static = resolved(gemm_tiles(size, width, rows, form, x.dtype.itemsize), tiles, form, width)
     weights = tuple(parts[suffix] for suffix in form.suffixes)
     if (table := shifts(form)) is not None:
         weights += (jnp.asarray(table),)

@@ -29,7 +29,7 @@ WIDTHS = {
     INT4(16, zeros=True, order=True): (160,),
     MXFP4(): (32, 160, 256),
 }
-SMALL = dict(block_rows=16, block_out=16, num_warps=1, num_stages=1)
+SMALL = dict(block_rows=16, block_out=16, unroll=1, splits=1, num_warps=1, num_stages=1)
 
 
 def problem(form, M, N, D, dtype, seed=0, bias=True):
@@ -99,7 +99,8 @@ def products(draw):
     splits = draw(st.integers(1, min(4, -(-D // columns))))
     dtype = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
     out_dtype = draw(st.sampled_from([dtype, "float32"]))
-    tiles = dict(block_in=columns, splits=splits, block_rows=draw(st.sampled_from([16, 32])))
+    unroll = draw(st.sampled_from([n for n in (1, 2, 4) if -(-D // columns) % (splits * n) == 0 or n == 1]))
+    tiles = dict(block_in=columns, unroll=unroll, splits=splits, block_rows=draw(st.sampled_from([16, 32])))
     return form, M, N, D, dtype, out_dtype, draw(st.booleans()), tiles, draw(st.integers(0, 2**31))
 
 
@@ -225,7 +226,7 @@ def test_what_follows_the_last_value_is_not_read(form):
     x, parts, _ = problem(form, 2, 20, D, "float32")
     name, junk = ("", 0x7FFF0000) if isinstance(form, FP8) else ("_scale", 0xFF000000)
     parts[name][:, -1] |= junk
-    check(run_tiles(form, x, parts), form, x, parts, None)
+    check(run_tiles(form, x, parts, block_in=most_columns(form)), form, x, parts, None)
 
 
 # ------------------------------------------------------------------------------------------------------------ limits
@@ -238,12 +239,14 @@ def test_default_tiles_fit_a_multiprocessor(rows):
         for itemsize in (2, 4):
             t = kernel.gemm_tiles(spec.N, spec.D, rows, spec.form, itemsize)
             bits = {"dense": 16, "fp8": 8}.get(spec.form.name, 4)
-            stage = t["block_in"] * (t["block_out"] * bits // 8 + t["block_rows"] * itemsize)
+            stage = t["unroll"] * t["block_in"] * (t["block_out"] * bits // 8 + t["block_rows"] * itemsize)
             assert t["num_stages"] * stage <= 227 * 1024, spec
             assert t["block_out"] * t["block_rows"] <= 128 * 32 * t["num_warps"], spec
             programs = -(-spec.N // t["block_out"]) * -(-rows // t["block_rows"]) * t["splits"]
             assert t["splits"] == 1 or programs <= 4 * kernel.PROGRAMS, spec
-            assert t["splits"] * 4 <= max(4, -(-spec.D // t["block_in"])), spec
+            assert t["splits"] * 512 <= max(512, spec.D), spec
+            assert t["unroll"] == 1 or t["unroll"] * t["block_in"] == 128, spec
+            kernel.resolved(t, None, spec.form, spec.D)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusal
@@ -299,6 +302,8 @@ def test_operands_that_do_not_fit(change, message):
         (FP8(64), {"block_rows": 8}, r"tiles\['block_rows'\] = 8 .* from 16 to 256"),
         (FP8(64), {"block_out": 48}, r"tiles\['block_out'\] = 48"),
         (FP8(64), {"splits": 5}, r"tiles\['splits'\] = 5: a row of 4 steps has 1 to 4 shares"),
+        (FP8(64), {"unroll": 3}, r"tiles\['unroll'\] = 3: must divide each of 1 equal shares of 4 steps"),
+        (FP8(64), {"unroll": 2, "splits": 4}, r"tiles\['unroll'\] = 2: must divide each of 4 equal shares"),
         (FP8(64), {"splits": 0}, r"tiles\['splits'\] = 0"),
     ],
 )
