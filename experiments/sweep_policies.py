@@ -387,7 +387,7 @@ def main(
     ] = "all",
     slots: Annotated[str | None, typer.Option(help="Slots of each layer, for example 4,6,8.")] = None,
     shares: Annotated[
-        str | None, typer.Option(help=f"Share of a layer's experts, rounded down. [default: {DEFAULT_SHARES}]")
+        str | None, typer.Option(help=f"Share of a layer's experts, rounded down. Default: {DEFAULT_SHARES}.")
     ] = None,
     scope: Annotated[str, typer.Option(help="layer,global: slots of each layer, or their sum as one pool.")] = "layer",
     contract: Annotated[str, typer.Option(help=f"What a slot may keep: {', '.join(CONTRACTS)}.")] = "atomic-bypass",
@@ -399,7 +399,9 @@ def main(
     ] = "even-odd",
     out: Annotated[Path, typer.Option(help="Directory of results; made if absent.")] = Path("sweep"),
     cost: Annotated[Path | None, typer.Option(help="Cost model of calibrate.py: predicts ms/token.")] = None,
-    transport: Annotated[str, typer.Option(help="The cost model's transport: device or callback.")] = "device",
+    transport: Annotated[
+        str | None, typer.Option(help="The cost model's transport: device or callback. Default: device.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="jax, compiled, or numpy, plain and slow; both decide alike.")] = "jax",
     load: Annotated[Path | None, typer.Option(help="Python file that registers policies of your own.")] = None,
     plots: Annotated[bool, typer.Option(help="Draw the plots.")] = True,
@@ -417,6 +419,9 @@ def main(
                 raise UsageError(f"--load {load}: there is no such file")
             runpy.run_path(str(load))
         check_libraries(plots)
+        if transport is not None and cost is None:
+            raise UsageError(f"--transport {transport}: it chooses from a cost model; give --cost, or leave it out")
+        transport = transport or "device"
         names = chosen_policies(policies)
         contracts, scopes = words("--contract", contract, CONTRACTS), words("--scope", scope, SCOPES)
         for option, value, known in (

@@ -314,6 +314,7 @@ def test_wrong_options_end_before_anything_is_replayed(script, trace_file, tmp_p
             (trace_file, "--policies", "lru", "--cost", tmp_path / "cost.json", "--transport", "callback"),
             "'callback' was not measured",
         ),
+        ((trace_file, "--transport", "callback"), "give --cost"),
         ((trace_file, "--load", tmp_path / "no.py"), "no such file"),
     ):
         done = run(script, *options, "--out", tmp_path / "out")
