@@ -296,9 +296,9 @@ def workers(dry: bool) -> int:
 
 @app.command()
 def main(
-    op: Annotated[str | None, Option(help="Operations, with commas. [default: all]")] = None,
-    shape: Annotated[str | None, Option(help="Models whose shapes are run, with commas. [default: all]")] = None,
-    form: Annotated[str | None, Option("--format", help="Number formats, with commas. [default: all]")] = None,
+    op: Annotated[str | None, Option(help="Operations, with commas. Default: all.")] = None,
+    shape: Annotated[str | None, Option(help="Models whose shapes are run, with commas. Default: all.")] = None,
+    form: Annotated[str | None, Option("--format", help="Number formats, with commas. Default: all.")] = None,
     batch: Annotated[
         str, Option(help="Tokens of a decode step of expert_ffn, rows of dequant_gemm, with commas.")
     ] = "1,8,64",
@@ -308,10 +308,10 @@ def main(
     ] = False,
     verbose: Annotated[bool, Option(help="Also the seconds that each line took.")] = False,
     limit: Annotated[
-        float | None, Option(min=1, help="Seconds after which no further line is begun. [default: 480 on a GPU]")
+        float | None, Option(min=1, help="Seconds after which no further line is begun. Default: 480 on a GPU.")
     ] = None,
-    link_gbps: Annotated[float | None, Option(help="Link rate. [default: measured]")] = None,
-    hbm_gbps: Annotated[float | None, Option(help="Memory rate. [default: measured]")] = None,
+    link_gbps: Annotated[float | None, Option(help="Link rate. Default: measured.")] = None,
+    hbm_gbps: Annotated[float | None, Option(help="Memory rate. Default: measured.")] = None,
     out: Annotated[Path | None, Option(help="JSON file of all figures.")] = None,
 ) -> None:
     """Checks and times the kernels."""

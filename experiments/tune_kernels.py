@@ -185,9 +185,9 @@ def existing(out: Path | None) -> dict[str, Any]:
 @app.command()
 def main(
     op: Annotated[str, Option(help=f"One of {', '.join(TUNABLE)}.")],
-    shape: Annotated[str | None, Option(help="Models, with commas. [default: all that have the kernel]")] = None,
-    form: Annotated[str | None, Option("--format", help="Number formats, with commas. [default: all]")] = None,
-    size: Annotated[str | None, Option(help='As in the table: "B1 S32768", "qkv M8". [default: all]')] = None,
+    shape: Annotated[str | None, Option(help="Models, with commas. Default: all that have the kernel.")] = None,
+    form: Annotated[str | None, Option("--format", help="Number formats, with commas. Default: all.")] = None,
+    size: Annotated[str | None, Option(help='As in the table: "B1 S32768", "qkv M8". Default: all.')] = None,
     batch: Annotated[int, Option(min=1, help="Tokens of a decode step of expert_ffn, rows of dequant_gemm.")] = 1,
     most: Annotated[int | None, Option(min=1, help="Variants tried at each shape, at most.")] = None,
     limit: Annotated[float, Option(min=1, help="Seconds in which the variants of a shape are compiled.")] = 120.0,
