@@ -295,7 +295,7 @@ def estimate_table(found: dict[str, Any]) -> Table:
         caption_justify="left",
     )
     reads = ("read a token", "disk ms") if disk else ()
-    for name in ("hit rate", "moved a token", "link floor ms", "memory floor ms", *reads, "ms/token", "tok/s"):
+    for name in ("hit rate", "moved a token", "link floor ms", "memory floor ms", *reads, "ms a token", "tok/s"):
         out.add_column(name, justify="right", no_wrap=name == "hit rate")
     for row in speed["rows"]:
         out.add_row(
@@ -343,7 +343,7 @@ def main(
     cache_rate: Annotated[float | None, typer.Option(help="Share of all experts that have a slot.")] = None,
     expert_cache_bytes: Annotated[str | None, typer.Option(help="Bytes for slots, such as 12GB.")] = None,
     host_memory_bytes: Annotated[
-        str | None, typer.Option(help="Host bytes for experts, such as 50GB; others stay on disk. Default: 90 % of it.")
+        str | None, typer.Option(help="Host bytes for experts, such as 50GB; the others stay on disk.")
     ] = None,
     scope: Annotated[str | None, typer.Option(help="layer or global.")] = None,
     transport: Annotated[str | None, typer.Option(help="auto, device, callback or resident.")] = None,

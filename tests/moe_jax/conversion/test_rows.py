@@ -169,7 +169,8 @@ def test_values_that_were_changed_are_found(copy):
     header = json.loads((copy / "prepared.json").read_text())
     header["rows"][1]["gate_up"][1][3] += 1
     (copy / "prepared.json").write_text(json.dumps(header))
-    with pytest.raises(CheckpointError, match=r"rows/1/.*gate_up.*: the values of expert 3, at byte \d+, are not .*convert"):
+    changed = r"rows/1/.*gate_up.*: the values of expert 3, at byte \d+, are not .*convert"
+    with pytest.raises(CheckpointError, match=changed):
         MoE(copy, CONFIG)
 
 
