@@ -58,10 +58,9 @@ def _work(jobs: queue.PriorityQueue) -> None:
         rank, _, future, job = jobs.get()
         if rank == STOP:
             return
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            future.set_result(job())
-        except BaseException as error:  # for whoever waits for the future
-            future.set_exception(error)
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(job())
+            except BaseException as error:  # for whoever waits for the future
+                future.set_exception(error)
         del future, job  # a job holds its rows: not while this thread waits for the next

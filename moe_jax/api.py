@@ -480,7 +480,7 @@ class MoE:
         return trace
 
     def verify_slots(self) -> None:
-        """Compares every occupied slot with its expert's bytes in the pool.
+        """Compares every occupied slot with its expert's bytes in the pool, or on disk if the pool holds some only.
 
         Raises RuntimeError on a difference, ValueError if the cache's tables contradict each other, MoEJaxError if the
         model was loaded with transport='resident' and has no pool.

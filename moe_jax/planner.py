@@ -29,6 +29,9 @@ from moe_jax.runtime import PINNED_SHARE
 
 # Device memory for activations and XLA's scratch, beside what is counted exactly. A CPU has no such budget.
 WORKSPACE_BYTES = 1 << 30
+# Host memory that a disk tier takes unless told how much. Less than may be pinned: XLA's pinned memory grows in regions
+# that double, and rows that are large cannot use the end of each.
+TIER_SHARE = 0.8
 # What KV pages may take where there is no device memory to take a share of.
 CPU_KV_BYTES = 1 << 30
 
@@ -123,7 +126,7 @@ def plan_memory(
         dense_bytes: bytes of its other parameters, see `params_bytes`.
         device_bytes: memory that jax may use on the device; None (CPU) bounds nothing.
         host_bytes: memory of the host, None if unknown; expert rows may take `runtime.PINNED_SHARE` of it, and no more
-            than `config.host_memory_bytes`.
+            than `config.host_memory_bytes`. If they do not fit, as many as `TIER_SHARE` or that number holds.
 
     Raises:
         ConfigError: lengths that do not fit the model, contradicting settings, or what does not fit: by how many
@@ -266,11 +269,17 @@ def _plan_host(
     given = math.inf if config.host_memory_bytes is None else config.host_memory_bytes
     if experts <= min(given, machine):
         return experts, everything, None
-    share = f"{PINNED_SHARE:.0%} of {host_bytes} bytes of host memory"
     if machine < given < math.inf:
-        raise ConfigError(f"host_memory_bytes={given} is more than {share}: give at most {machine}, or leave it out")
-    text, limit = (share, machine) if given == math.inf else (f"host_memory_bytes={given}", given)
-    if transport != "callback" and config.transport != "auto":
+        raise ConfigError(
+            f"host_memory_bytes={given} is more than {PINNED_SHARE:.0%} of {host_bytes} bytes of host memory: give at "
+            f"most {machine}, or leave it out"
+        )
+    needs_all = config.transport not in ("auto", "callback")
+    text, limit = f"host_memory_bytes={given}", given
+    if given == math.inf:
+        share = PINNED_SHARE if needs_all else TIER_SHARE
+        text, limit = f"{share:.0%} of {host_bytes} bytes of host memory", math.floor(share * host_bytes)
+    if needs_all:
         raise ConfigError(
             f"host memory is {experts - limit} bytes too small: the experts take {experts}, and {text} allows {limit}. "
             f"What helps: transport='callback', which reads from disk what host memory does not hold, experts in a "
@@ -281,7 +290,7 @@ def _plan_host(
         raise ConfigError(
             f"host memory is {tier_bytes(spec, spare) - limit} bytes too small: {text} allows {limit}, which hold "
             f"{rows} experts, and a prompt or a decode step of max_batch={config.max_batch} may need {spare} at a "
-            f"time: give at least {tier_bytes(spec, spare)}"
+            f"time: set host_memory_bytes to at least {tier_bytes(spec, spare)}"
             + (", or a smaller max_batch" if spare > 2 * round_group(spec) else "")
         )
     return tier_bytes(spec, rows), rows, f"{rows} of {everything} experts fit into {text}"

@@ -103,7 +103,7 @@ def test_experts_that_stay_on_disk(tmp_path):
 
 def test_what_does_not_fit_or_is_not_known_is_one_line():
     assert "host memory is 530373358388 bytes too small" in refusal("deepseek-v3", *HARDWARE, "--transport", "device")
-    assert "give at least" in refusal("deepseek-v3", *HARDWARE, "--host-memory-bytes", "1GB")
+    assert "set host_memory_bytes to at least" in refusal("deepseek-v3", *HARDWARE, "--host-memory-bytes", "1GB")
     small = refusal("qwen3-235b-a22b", "--device-memory", "24GiB", "--host-memory", "1TiB")
     assert "device memory is" in small and "bytes too small" in small and "What helps: " in small
     assert "did you mean mixtral-8x7b?" in refusal("mixtral8x7b", *HARDWARE)
