@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from host_offload.disk_reader import PackedReader, StoredTensors, TensorReader
 from host_offload.disk_tier import HOST_HITS, HOST_MISSES, ROWS_READ, DiskTier, rows_within, tier_bytes
+from host_offload.parts import Part
 from host_offload.plan import check_invariants
-from host_offload.policy import LRU, get_policy
+from host_offload.policy import LRU, get_policy, list_policies
 from host_offload.store import ALIGNMENT, PackedRows, RowSpec, StoreError, row_stride
 from tests.host_offload.test_store import make_store
 
@@ -167,7 +168,7 @@ EVENT = st.tuples(
 @settings(max_examples=40)
 @given(
     st.integers(2, EVERYTHING),
-    st.sampled_from(["lru", "lfu", "lfru", "static"]),
+    st.sampled_from([name for name in list_policies() if not get_policy(name).uses_scores]),
     st.lists(EVENT, min_size=1, max_size=12),
     st.integers(0, 2**31),
 )
@@ -197,6 +198,7 @@ def test_events_in_any_order_find_their_rows(rows, policy, events, seed):
         tier.close()
 
 
+@pytest.mark.slow
 def test_ten_thousand_events_of_a_full_tier():
     """With reads that stall and fail at random, threads that come and go between them: no dead-lock, no wrong row."""
     rng, source = np.random.default_rng(5), Source()
@@ -531,6 +533,23 @@ def test_a_checkpoint_is_read_share_by_share(stored):
         read_all(tier, wanted)
     finally:
         tier.close()
+
+
+SHARES = (None, 0, 3, -1, slice(1, 4), slice(2, 2), slice(None))
+
+
+@pytest.mark.parametrize(("shape", "index"), [((), None), *itertools.product(((5, 3, 2), (5,)), SHARES)])
+def test_a_stored_tensor_reads_the_share_that_a_part_takes(shape, index, tmp_path):
+    array = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
+    tensors = StoredTensors({"w": FileCheckpoint(tmp_path / "file", {"w": array}).place("w")})
+    part = Part("w", index)
+    np.testing.assert_array_equal(part.array(tensors), array if index is None else array[index])
+    assert part.array(tensors).dtype == array.dtype
+    if shape:
+        with pytest.raises(ValueError, match="consecutive rows"):
+            Part("w", slice(0, 4, 2)).array(tensors)
+    tensors.close()
+    tensors.close()
 
 
 @pytest.mark.parametrize("fault", ("replaced", "cut off", "written to", "gone"))

@@ -90,6 +90,20 @@ def test_shards_with_index(tmp_path):
         np.testing.assert_array_equal(checkpoint.view("b"), B)
 
 
+def test_a_place_says_where_the_bytes_of_a_tensor_are(tmp_path):
+    write(tmp_path, {"model-1-of-2.safetensors": {"a": A}, "model-2-of-2.safetensors": {"b": B}})
+    with Checkpoint.open(tmp_path) as checkpoint:
+        for name, file, array in (("a", "model-1-of-2.safetensors", A), ("b", "model-2-of-2.safetensors", B)):
+            place = checkpoint.place(name)
+            assert place.path == tmp_path / file and place.info == checkpoint.info(name)
+            with open(place.path, "rb") as opened:
+                opened.seek(place.offset)
+                assert opened.read(place.info.nbytes) == array.tobytes()
+                assert place.stat == os.fstat(opened.fileno())
+        with pytest.raises(CheckpointError, match="no tensor named 'c'"):
+            checkpoint.place("c")
+
+
 def test_shards_without_index(tmp_path):
     write(tmp_path, {"model-1-of-2.safetensors": {"a": A}, "model-2-of-2.safetensors": {"b": B}})
     assert Checkpoint.open(tmp_path).names() == ["a", "b"]
