@@ -402,7 +402,8 @@ class MoE:
         layer too), `ttft_seconds` (without compilation) and `seconds_per_token`. `experts` names the formats in which
         experts rest and are computed, `dense_weights` what was done to packed dense ones when they were loaded.
         `load_seconds` includes `pool_seconds`: allocating pinned memory and filling it (None without a pool). `disk`:
-        see `DiskTier.stats`, since the model was loaded; None if no expert is read from disk.
+        see `DiskTier.stats`, since the model was loaded; in each phase host hits and misses, and bytes read. None if no
+        expert is read from disk.
         """
         engine = self._open_engine()
         transport, spec, parts = engine.transport, engine.transport.spec, self._builder.parts
