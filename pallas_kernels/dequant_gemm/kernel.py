@@ -7,7 +7,8 @@ from shared memory, where x can stay. Up to BM rows of x read every word of W on
 Where outputs and rows give too few programs for the machine, the columns are shared out over `splits` of them. Each
 writes its sums to a place of its own; they are added in order, so the result is the same in every run.
 
-A row past the end of x or W is the last one again: it computes and stores the same values, and nothing is masked.
+A row past the end of W is the last one again: it computes and stores the same values, and nothing is masked. Rows past
+the end of x are zeros, which are neither read nor stored.
 
 Limits on a GPU (bf16, compiled for sm_90): the default tiles take up to 231 registers a thread and 128 KiB of shared
 memory (FP8, BM = BN = 128, three stages). Products of float32 are no tensor core's.
@@ -45,8 +46,9 @@ def _kernel(x_ref, *refs, form, size, width, count, block_rows, block_out, block
     *weights, y_ref = refs
     bias_ref = weights.pop() if biased else None
     j, i, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    out = _up_to_last(j, block_out, size)
-    rows = _up_to_last(i, block_rows, count)
+    out = jnp.minimum(j * block_out + jnp.arange(block_out, dtype=jnp.int32), size - 1)
+    rows = i * block_rows + jnp.arange(block_rows, dtype=jnp.int32)
+    live = rows < count if count % block_rows else None
     steps = cdiv(width, block_in)
     first = split * steps // splits
     share = steps // splits if steps % splits == 0 else (split + 1) * steps // splits - first
@@ -56,7 +58,7 @@ def _kernel(x_ref, *refs, form, size, width, count, block_rows, block_out, block
         # The next step's scales arrive while this one is computed.
         following = scale(form, weights, out, jnp.minimum(at + 1, steps - 1), block_in)
         w = tile(form, weights, out, at, width=width, columns=block_in, dtype=x_ref.dtype)
-        x = load_columns(x_ref, rows, at, block_in, x_ref.shape[1])
+        x = load_columns(x_ref, rows, at, block_in, x_ref.shape[1], live)
         product = pltriton.dot(w, x, trans_b=True, allow_tf32=False)
         return acc + (product if factor is None else product * factor[:, None]), following
 
@@ -71,13 +73,8 @@ def _kernel(x_ref, *refs, form, size, width, count, block_rows, block_out, block
     if biased:
         y += bias_ref[out].astype(jnp.float32)[:, None]
     place = rows[:, None], out[None, :]
-    store(y_ref.at[place if splits == 1 else (split, *place)], y.T.astype(y_ref.dtype))
-
-
-def _up_to_last(block, size, end):
-    """[size] numbers of a block, those from `end` on replaced by the last before it."""
-    numbers = block * size + jnp.arange(size, dtype=jnp.int32)
-    return numbers if end % size == 0 else jnp.minimum(numbers, end - 1)
+    mask = None if live is None else jnp.broadcast_to(live[:, None], (block_rows, block_out))
+    store(y_ref.at[place if splits == 1 else (split, *place)], y.T.astype(y_ref.dtype), mask=mask)
 
 
 def _padded(rows: int) -> int:
@@ -101,12 +98,13 @@ def gemm_tiles(size: int, width: int, rows: int, form: Format, itemsize: int = 2
     if itemsize > 2:  # all operands of a product lie in registers
         block_rows, block_out, block_in = min(padded, 32), 32, 32
     else:
-        block_rows = min(padded, 128)
-        block_out, block_in = 128 if block_rows == 128 else 64, 64 if isinstance(form, Dense) else 128
+        # From 32 rows on, x is the most of what a program reads: the wider tile halves it.
+        block_rows, block_out = min(padded, 128), 64 if padded < 32 else 128
+        block_in = 64 if isinstance(form, Dense) else 128
     block_in = min(block_in, most_columns(form))
     programs = cdiv(size, block_out) * cdiv(padded, block_rows)
-    # A program that reads few rows waits for memory: four of them keep a multiprocessor busy.
-    wanted = PROGRAMS if block_rows == 128 else 4 * PROGRAMS
+    # Programs of few rows wait for memory: several keep a multiprocessor busy.
+    wanted = PROGRAMS * (1 if block_rows == 128 else 2 if block_out == 128 else 4)
     splits = max(1, min(wanted // programs, width // 512, MOST_SPLITS))
     splits = 1 << (splits.bit_length() - 1)
     unroll = MOST_COLUMNS // block_in if itemsize <= 2 and most_columns(form) < MOST_COLUMNS else 1
@@ -119,7 +117,7 @@ def gemm_tiles(size: int, width: int, rows: int, form: Format, itemsize: int = 2
         unroll=unroll,
         splits=splits,
         num_warps=8 if block_out == 128 else 4,
-        num_stages=3 if block_rows == 128 else 4,
+        num_stages=3 if block_rows >= 64 else 4,
     )
     return with_measured(gemm_key(size, width, rows, form, itemsize), formula)
 

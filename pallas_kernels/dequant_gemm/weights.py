@@ -108,12 +108,15 @@ def _columns(step, size):
     return step * size + jnp.arange(size, dtype=jnp.int32)
 
 
-def load_columns(ref, rows, step, size, end):
-    """ref [rows, columns] in `rows` [R] and the `size` columns of a step; zeros from column `end` on."""
+def load_columns(ref, rows, step, size, end, live=None):
+    """ref [rows, columns] in `rows` [R] and the `size` columns of a step: zeros from column `end` on, and in rows where
+    `live` [R], if given, is false. What is zero is not read."""
     at = _columns(step, size)[None, :]
-    if end % size == 0:
-        return load(ref.at[(rows[:, None], at)])
-    return load(ref.at[(rows[:, None], at)], mask=jnp.broadcast_to(at < end, (rows.shape[0], size)), other=0)
+    masks = ([at < end] if end % size else []) + ([] if live is None else [live[:, None]])
+    place = ref.at[(rows[:, None], at)]
+    if not masks:
+        return load(place)
+    return load(place, mask=jnp.broadcast_to(masks[0] & masks[-1], (rows.shape[0], size)), other=0)
 
 
 def _side_by_side(tiles):
