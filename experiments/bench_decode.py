@@ -6,7 +6,6 @@ Fails (exit 1) if a figure would not mean what it says: a hit rate more than 5 p
 saw less than 90 % of its experts, or a code path that is not the compiled kernels.
 """
 
-import json
 import logging
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from _outputs import write_json
 from flax import nnx
 from random_model import SHAPES, random_parts, small
 from rich.console import Console
@@ -234,7 +234,7 @@ def main(
     console.print(f"head and greedy choice: {head * 1e6:.1f} us a token; compile: {compiled:.0f} s")
     if out:
         figures = {"device": device, "link_gbps": ceilings.link_gbps, "memory_gbps": ceilings.memory_gbps, "rows": rows}
-        out.write_text(json.dumps(figures, indent=1))
+        write_json(out, figures)
     for problem in problems:
         console.print(f"[red]not valid:[/red] {problem}")
     raise typer.Exit(1 if problems else 0)

@@ -13,7 +13,6 @@ allow no cost model or a prediction is off by more than --limit.
 import dataclasses
 import importlib.metadata
 import itertools
-import json
 import logging
 import statistics
 import time
@@ -24,6 +23,7 @@ from typing import Annotated
 import jax
 import numpy as np
 import typer
+from _outputs import write_json
 from calibrate import COPY_BYTES, fit_levels, measure_copies, measure_policies, show
 from random_model import SHAPES, random_parts, small
 from rich.console import Console
@@ -313,7 +313,7 @@ def main(
 def write(out: Path | None, figures: dict):
     """Writes the figures as JSON, if a file was asked for."""
     if out:
-        out.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(out, figures)
 
 
 if __name__ == "__main__":
