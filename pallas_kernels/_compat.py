@@ -5,10 +5,13 @@ jax 0.11 marks the dialect deprecated and warns at each lowering; the warning is
 another dialect touches this file and the kernels' own files only.
 """
 
+import contextlib
+import contextvars
 import functools
 import warnings
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 with warnings.catch_warnings():
@@ -21,6 +24,7 @@ __all__ = [
     "call",
     "cdiv",
     "divisor_block",
+    "fma",
     "kernels_run_compiled",
     "load",
     "next_power_of_2",
@@ -50,10 +54,48 @@ def kernels_run_compiled() -> bool:
     return jax.default_backend() == "gpu"
 
 
+_interpreted = contextvars.ContextVar("interpreted", default=False)
+
+
+@contextlib.contextmanager
+def _traced_for(interpret: bool):
+    token = _interpreted.set(interpret)
+    try:
+        yield
+    finally:
+        _interpreted.reset(token)
+
+
+def fma(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+    """a * b + c of broadcastable float32 arrays within a kernel, rounded once where it is compiled.
+
+    One instruction in place of two: neither Triton nor ptxas joins a product and a sum that were written apart. The
+    interpreter rounds twice.
+    """
+    if _interpreted.get():
+        return a * b + c
+    shape = jnp.broadcast_shapes(a.shape, b.shape, c.shape)
+    args = [jnp.broadcast_to(value, shape) for value in (a, b, c)]
+    (out,) = pltriton.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=args,
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )
+    return out
+
+
 def call(kernel, *, grid, out_shape, num_warps, num_stages, name, input_output_aliases=None, interpret=False):
     """`pl.pallas_call` with every operand in place (no block specs) and explicit Triton parameters."""
+
+    @functools.wraps(kernel)
+    def body(*refs):
+        with _traced_for(interpret):
+            kernel(*refs)
+
     return pl.pallas_call(
-        kernel,
+        body,
         grid=grid,
         out_shape=out_shape,
         input_output_aliases=input_output_aliases or {},

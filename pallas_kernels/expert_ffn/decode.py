@@ -18,7 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import call, divisor_block, load, pl, pltriton, store
+from pallas_kernels._compat import call, divisor_block, fma, load, pl, pltriton, store
 from pallas_kernels.expert_ffn import packed
 from pallas_kernels.expert_ffn.spec import SILU
 from pallas_kernels.expert_ffn.tiles import resolve_tiles, tiles_key
@@ -27,38 +27,46 @@ from pallas_kernels.tile_table import with_measured
 
 
 def _project(
-    x_ref, x_row, parts, row, outs, n_in, *, block_in, batch, targets=None, deposit_row=None, deposit=None
+    x_ref, x_row, parts, row, outs, n_in, *, block_in, unroll, batch, targets=None, deposit_row=None, deposit=None
 ):  # fmt: skip
     """x @ w[row, start:start+width].T for each (start, width) of `outs` and dense weights w, summed in fp32.
 
     x_ref [.., batch, n_in] (or [.., n_in] when batch == 1, indexed by `x_row` if not None), parts: the ref of w [rows,
-    n_out, n_in].
+    n_out, n_in]. A step takes `unroll` tiles of `block_in` columns: all are on their way before the first is used.
     With `targets`, a ref like that, the tiles also go to its row `deposit_row` where `deposit` holds.
     Returns a list of [width] (batch == 1) or [batch, width] arrays.
     """
     (w_ref,) = parts
     single = batch == 1
-    steps = n_in // block_in
+    steps = n_in // (block_in * unroll)
 
-    def tile(i, accs):
-        cols = pl.ds(i * block_in, block_in)
-        index = (cols,) if single else (pl.ds(0, batch), cols)
-        x = load(x_ref.at[index if x_row is None else (x_row, *index)])
-        new = []
-        for (start, width), acc in zip(outs, accs, strict=True):
-            w = load(w_ref.at[row, pl.ds(start, width), cols])
-            if targets is not None:
+    def step(i, accs):
+        tiles = [pl.ds((i * unroll + tile) * block_in, block_in) for tile in range(unroll)]
+        x, w = [], []
+        for cols in tiles:
+            index = (cols,) if single else (pl.ds(0, batch), cols)
+            x.append(load(x_ref.at[index if x_row is None else (x_row, *index)]))
+            w.append([load(w_ref.at[row, pl.ds(start, width), cols]) for start, width in outs])
+        for cols, matrices in zip(tiles, w, strict=True):
+            if targets is None:
+                break
+            for values, (start, width) in zip(matrices, outs, strict=True):
                 target = targets[0].at[deposit_row, pl.ds(start, width), cols]
-                store(target, w, mask=jnp.broadcast_to(deposit, w.shape))
+                store(target, values, mask=jnp.broadcast_to(deposit, values.shape))
+        for at, matrices in zip(x, w, strict=True):
             if single:
-                new.append(acc + w.astype(jnp.float32) * x.astype(jnp.float32)[None, :])
+                at = at.astype(jnp.float32)[None, :]
+                accs = [fma(values.astype(jnp.float32), at, acc) for values, acc in zip(matrices, accs, strict=True)]
             else:
-                new.append(acc + pltriton.dot(x, w.astype(x.dtype), trans_b=True, allow_tf32=False))
-        return new
+                accs = [
+                    acc + pltriton.dot(at, values.astype(at.dtype), trans_b=True, allow_tf32=False)
+                    for values, acc in zip(matrices, accs, strict=True)
+                ]
+        return accs
 
     shape = (lambda width: (width, block_in)) if single else (lambda width: (batch, width))
     accs = [jnp.zeros(shape(width), jnp.float32) for _, width in outs]
-    accs = jax.lax.fori_loop(0, steps, tile, accs) if steps > 1 else tile(0, accs)
+    accs = jax.lax.fori_loop(0, steps, step, accs) if steps > 1 else step(0, accs)
     return [jnp.sum(acc, axis=1) for acc in accs] if single else accs
 
 
@@ -105,28 +113,28 @@ def _from_row(row_ref, src_ref, deposit_ref, u, banks, pools, bank_outs, use):
         use(pools, src, bank_outs, deposit_row=row, deposit=deposit_ref[u] != 0)
 
 
-def _outputs(form, x_ref, x_row, tensors, row, outs, n_in, targets, *, n_out, block_in, batch, **deposit):
+def _outputs(form, x_ref, x_row, tensors, row, outs, n_in, targets, *, n_out, tile, batch, **deposit):
     """x w^T + b of the columns `outs`, as `_project`; `targets` are the banks to deposit in, or None.
 
-    block_in: `units` of a tile of packed weights, whose operand x_ref is `packed.to_lanes`.
+    tile: `block_in` and `unroll`, or `units` of packed weights, whose operand x_ref is `packed.to_lanes`.
     """
     n = len(form.suffixes)
     targets, bias_target = (None, [None]) if targets is None else (targets[:n], targets[n:])
     weights, bias = tensors[:n], tensors[n:]
     args = (weights, row, outs, n_in)
     if isinstance(form, Dense):
-        values = _project(x_ref, x_row, *args, block_in=block_in, batch=batch, targets=targets, **deposit)
+        values = _project(x_ref, x_row, *args, **tile, batch=batch, targets=targets, **deposit)
     else:
 
         def x_at(lane, start, size):
             tokens = () if batch == 1 else (pl.ds(0, batch),)
             return x_ref.at[(*(() if x_row is None else (x_row,)), *tokens, lane, pl.ds(start, size))]
 
-        values = packed.project(form, x_at, *args, n_out=n_out, units=block_in, batch=batch, targets=targets, **deposit)
+        values = packed.project(form, x_at, *args, n_out=n_out, **tile, batch=batch, targets=targets, **deposit)
     return _add_bias(values, bias[0], row, outs, deposit_ref=bias_target[0], **deposit) if bias else values
 
 
-def _gate_up_kernel(*refs, batch, n_in, n_out, block_out, block_in, offload, parts, spec):
+def _gate_up_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, parts, spec):
     x_ref, row_ref, src_ref, dep_ref, count_ref, banks, pools, h_ref, bank_outs = _split(refs, parts, offload)
     u, j = pl.program_id(0), pl.program_id(1)
 
@@ -136,7 +144,7 @@ def _gate_up_kernel(*refs, batch, n_in, n_out, block_out, block_in, offload, par
             first = j * block_out
             outs = [(start, block_out) for start in ((first, n_out + first) if spec.gated else (first,))]
             operands = (spec.gate_up, x_ref, None, tensors, row, outs, n_in, targets)
-            products = _outputs(*operands, n_out=n_out, block_in=block_in, batch=batch, **deposit)
+            products = _outputs(*operands, n_out=n_out, tile=tile, batch=batch, **deposit)
             h = spec.activate(*products).astype(h_ref.dtype)
             cols = pl.ds(j * block_out, block_out)
             store(h_ref.at[u, cols] if batch == 1 else h_ref.at[u, pl.ds(0, batch), cols], h)
@@ -144,7 +152,7 @@ def _gate_up_kernel(*refs, batch, n_in, n_out, block_out, block_in, offload, par
         _from_row(row_ref, src_ref, dep_ref, u, banks, pools, bank_outs, use)
 
 
-def _down_kernel(*refs, batch, n_in, n_out, block_out, block_in, offload, parts, spec):
+def _down_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, parts, spec):
     h_ref, row_ref, src_ref, dep_ref, count_ref, banks, pools, y_ref, bank_outs = _split(refs, parts, offload)
     u, j = pl.program_id(0), pl.program_id(1)
 
@@ -153,7 +161,7 @@ def _down_kernel(*refs, batch, n_in, n_out, block_out, block_in, offload, parts,
         def use(tensors, row, targets, **deposit):
             outs = [(j * block_out, block_out)]
             operands = (spec.down, h_ref, u, tensors, row, outs, n_in, targets)
-            (y,) = _outputs(*operands, n_out=n_out, block_in=block_in, batch=batch, **deposit)
+            (y,) = _outputs(*operands, n_out=n_out, tile=tile, batch=batch, **deposit)
             cols = pl.ds(j * block_out, block_out)
             store(y_ref.at[u, cols] if batch == 1 else y_ref.at[u, pl.ds(0, batch), cols], y)
 
@@ -178,14 +186,15 @@ def decode_key(width: int, model: int, batch: int, itemsize: int = 2, spec=SILU)
 def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SILU) -> dict:
     """Tile sizes and warps of the two kernels: divisors of the real widths, so that no dense tile needs a mask.
 
-    `itemsize`: bytes of the compute dtype. Tiles of packed weights have `units` instead of `block_in`, see `packed.py`.
-    Measured ones take the place of these.
+    `itemsize`: bytes of the compute dtype. Tiles of packed weights have `units` instead of `block_in` and `unroll`, see
+    `packed.py`. Measured ones take the place of these.
+
+    A single token's operand has fewer columns (words) a tile than the program has threads: Triton then loads it where it
+    is used, and else sends it through shared memory, with two barriers a tile (seen in the programs compiled for sm_90).
     """
     least = _least_tile(batch)
-    # Measured on an H200 at F = 768: tall tiles of the short rows of `down` save 1.4 of 32.4 us (docs/measurements.md).
-    tall = batch == 1 and width <= 2048
 
-    def tiles(form, n_out, n_in, out, warps):
+    def tiles(form, n_out, n_in, out):
         if not isinstance(form, Dense):
             return dict(
                 block_out=max(least, divisor_block(n_out, 8)),
@@ -193,13 +202,16 @@ def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SIL
                 num_warps=4,
                 num_stages=2,
             )
-        block = dict(block_out=max(least, divisor_block(n_out, out)), block_in=divisor_block(n_in, 256))
-        return dict(**block, num_warps=warps, num_stages=3)
+        block_in = divisor_block(n_in, 64 if batch == 1 else 256)
+        return dict(
+            block_out=max(least, divisor_block(n_out, out if batch == 1 else 16)),
+            block_in=block_in,
+            unroll=divisor_block(n_in // block_in, 4) if batch == 1 else 1,
+            num_warps=4,
+            num_stages=3,
+        )
 
-    formula = {
-        "gate_up": tiles(spec.gate_up, width, model, 16, 4),
-        "down": tiles(spec.down, model, width, 64 if tall else 16, 8 if tall else 4),
-    }
+    formula = {"gate_up": tiles(spec.gate_up, width, model, 16), "down": tiles(spec.down, model, width, 32)}
     return with_measured(decode_key(width, model, batch, itemsize, spec), formula)
 
 
@@ -234,7 +246,7 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
             n_in=n_in,
             n_out=n_out,
             block_out=t["block_out"],
-            block_in=t["block_in" if isinstance(form, Dense) else "units"],
+            tile={name: t[name] for name in ("block_in", "unroll", "units") if name in t},
             offload=offload,
             parts=len(parts),
             spec=spec,

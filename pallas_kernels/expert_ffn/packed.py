@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._compat import cdiv, load, pl, pltriton, store
+from pallas_kernels._compat import cdiv, fma, load, pl, pltriton, store
 from pallas_kernels.formats import FP8, INT4, MXFP4, Format, fp8, int4, mxfp4
 
 # Side of the tensor cores' smallest tile, and so the fewest rows that one FP8 scale must serve.
@@ -107,8 +107,8 @@ def default_units(form: Format, batch: int, itemsize: int) -> int:
     """Units of a tile for `batch` rows of a compute dtype of `itemsize` bytes, a power of two up to 8."""
     if batch > 1 and itemsize > 2:
         return 1  # products of float32 are no tensor core's: all operands lie in registers
-    # One token: 512 bytes of a row, which memory delivers together.
-    return min(8, (128 if batch == 1 else _MOST_WORDS) // unit_words(form))
+    # One token: 256 bytes of a row, fewer words than a program of four warps has threads (`decode_tiles`).
+    return min(8, (64 if batch == 1 else _MOST_WORDS) // unit_words(form))
 
 
 def most_rows(form: Format, most: int) -> int:
@@ -196,8 +196,11 @@ def project(
             if ragged:  # what is past the end of the row may be anything
                 factor = jnp.where(in_row.reshape(1, *shape), factor, 0)
             if batch == 1:
-                products = [v * at.astype(jnp.float32).reshape(1, *shape) for v, at in zip(values, x, strict=True)]
-                new.append(acc + sum(products[1:], products[0]) * factor)
+                x32 = [at.astype(jnp.float32).reshape(1, *shape) for at in x]
+                total = values[0] * x32[0]
+                for v, at in zip(values[1:], x32[1:], strict=True):
+                    total = fma(v, at, total)
+                new.append(fma(total, factor, acc))
             else:
                 factor = factor * tiles.scale
                 for v, at in zip(values, x, strict=True):

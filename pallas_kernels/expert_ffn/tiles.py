@@ -14,7 +14,7 @@ def resolve_tiles(defaults: dict, overrides: dict | None, *, width: int, model: 
 
     Args:
       defaults: {"gate_up": {...}, "down": {...}}, each with `block_out`, `num_warps`, `num_stages` and, where
-        that is a choice, `block_in`.
+        that is a choice, `block_in` and how many such tiles a step takes, `unroll`.
       overrides: the same form, any part of it, or None.
       width: F; model: D.
       least: smallest side of a tile: 16 where tensor cores work on it, else 1.
@@ -43,4 +43,10 @@ def resolve_tiles(defaults: dict, overrides: dict | None, *, width: int, model: 
                     f"tiles[{name!r}][{parameter!r}] = {block} for F = {width}, D = {model}: must be a power of two >= "
                     f"{least} that divides {side}; if {side} has no such divisor, use implementation='xla'"
                 )
+        step = tiles[name].get("unroll", 1)
+        if step < 1 or cut["block_in"] % (tiles[name].get("block_in", 1) * step):
+            raise ValueError(
+                f"tiles[{name!r}]['unroll'] = {step} for F = {width}, D = {model}: that many tiles of "
+                f"{tiles[name]['block_in']} columns must divide {cut['block_in']}"
+            )
     return tuple((name, tuple(sorted(t.items()))) for name, t in tiles.items())

@@ -66,24 +66,30 @@ def _columns(width: int):
     return jnp.minimum(lanes, width - 1), lanes < width
 
 
-def _tile(ref, index, width: int, keep, rows=None):
-    """Rows of `ref` at `index` x all columns, zero where `keep` [rows, 1] is false and past the last column.
+def _tile(ref, index, width: int, keep=None, rows=None):
+    """Rows of `ref` at `index` x all columns, zero past the last column and where `keep` [rows, 1], if any, is false.
 
     rows: None: `index` has an array [rows, 1]; else it is (page, start, key head) and `rows` places of the page follow.
+    The mask is the load's own: a copy into shared memory fills with zeros, where a choice after it would take the tile
+    through registers.
     """
     columns, real = _columns(width)
     whole = width == columns.shape[0]
-    if rows is None:
-        value = load(ref.at[*index, columns[None, :]])
-    elif whole:
+    if rows is not None:
         number, start, g = index
-        value = load(ref.at[number, pl.ds(start, rows), g, pl.ds(0, width)])
+        if whole:
+            at = ref.at[number, pl.ds(start, rows), g, pl.ds(0, width)]
+        else:
+            places = start + jnp.arange(rows, dtype=jnp.int32)
+            at = ref.at[number, places[:, None], g, columns[None, :]]
     else:
-        number, start, g = index
-        places = start + jnp.arange(rows, dtype=jnp.int32)
-        value = load(ref.at[number, places[:, None], g, columns[None, :]])
-    mask = keep if whole else keep & real[None, :]
-    return jnp.where(mask, value, jnp.zeros_like(value))
+        at = ref.at[*index, columns[None, :]]
+    if whole and keep is None:
+        return load(at)
+    count = rows if rows is not None else index[-1].shape[0]
+    mask = jnp.ones((count, 1), jnp.bool_) if keep is None else keep
+    mask = jnp.broadcast_to(mask if whole else mask & real[None, :], (count, columns.shape[0]))
+    return load(at, mask=mask, other=0)
 
 
 def _partial_kernel(
@@ -99,8 +105,7 @@ def _partial_kernel(
     g = block // blocks
     within = (block % blocks) * rows + jnp.arange(rows, dtype=jnp.int32)  # rows of the group, some past its end
     heads = g * group + jnp.minimum(within, group - 1)
-    every = jnp.ones((rows, 1), jnp.bool_)
-    q = [_tile(ref, (b, heads[:, None]), width, every) for ref, width in zip(queries, widths, strict=True)]
+    q = [_tile(ref, (b, heads[:, None]), width) for ref, width in zip(queries, widths, strict=True)]
     length = length_ref[b]
     first = jnp.maximum(length - window, 0) // tokens if window is not None else length * 0
     count = (length + tokens - 1) // tokens - first  # token blocks of the sequence
@@ -115,7 +120,9 @@ def _partial_kernel(
         at = table_ref[b, start // page], start % page, g
         keep = seen[:, None]
         scores = jnp.zeros((rows, tokens), jnp.float32)
-        tiles = [_tile(pool, at, width, keep, tokens) for pool, width in zip(pools, widths, strict=True)]
+        # Keys need no mask, whatever a page holds past the sequence: their scores are replaced. Values times 0 do.
+        masks = [keep if i == shared else None for i in range(parts)]
+        tiles = [_tile(pool, at, width, mask, tokens) for pool, width, mask in zip(pools[:parts], widths, masks, strict=True)]
         for query, tile in zip(q, tiles, strict=True):
             scores += pltriton.dot(query, tile.astype(query.dtype), trans_b=True, allow_tf32=False)
         scores *= scale
