@@ -79,20 +79,26 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
             depth = {"block_in": (32, 64)} if isinstance(form, Dense) else {"units": (1, 2)}
         else:
             grid = {"block_out": (4, 8, 16, 32, 64), "num_warps": (2, 4, 8)}
-            depth = {"block_in": (128, 256, 512, 1024)} if isinstance(form, Dense) else {"units": (1, 2, 4, 8)}
+            dense = {"block_in": (32, 64, 128, 256), "unroll": (1, 2, 4)}
+            depth = dense if isinstance(form, Dense) else {"units": (1, 2, 4, 8)}
         grid |= depth
         for values in itertools.product(*grid.values()):
             tiles = dict(zip(grid, values, strict=True))
             if tiles == {name: base[kernel][name] for name in grid} or n_out % tiles["block_out"]:
                 continue
-            if n_in % tiles.get("block_in", 1) or (isinstance(form, FP8) and form.block % tiles["block_out"]):
+            if n_in % (tiles.get("block_in", 1) * tiles.get("unroll", 1)) or (isinstance(form, FP8) and form.block % tiles["block_out"]):
                 continue
             single = entry.op != "expert_ffn_prefill" and batch == 1
             if not single and (tiles["block_out"] < 16 or tiles.get("units", 1) > 2):
                 continue  # tensor cores take 16 rows and more, of decoded values that fill registers
+            if not single and tiles.get("unroll", 1) > 1:
+                continue
             if single:  # one sum for each word or column of the tile and matrix
                 words = tiles.get("block_in") or tiles["units"] * unit_words(form)
                 if tiles["block_out"] * words * matrices // (32 * tiles["num_warps"]) not in REGISTERS:
+                    continue
+                # As many columns as threads, or more: the operand would go through shared memory (`decode_tiles`).
+                if words >= 32 * tiles["num_warps"]:
                     continue
             found.append({kernel: tiles})
     return found
