@@ -250,6 +250,7 @@ def memory_table(found: dict[str, Any]) -> Table:
     line("", "KV pages", memory["kv_bytes"], f"{memory['kv_pages']} pages of {found['configuration']['page_size']}")
     line("", "states", memory["state_bytes"], "of the largest batch")
     line("", "workspace", memory["workspace_bytes"], "activations and XLA's scratch, a fixed sum; none on a CPU")
+    line("", "staging rows", memory["staging_bytes"], "experts that long prompts move ahead of need")
     note = f"{slots['total']} of {everything} experts, {slots['share']:.1%}; {slots['source']}"
     line("", "expert slots", memory["slot_bytes"], note)
     line("", "spare rows", memory["spare_bytes"], f"{found['spare_rows']} rows", end=True)

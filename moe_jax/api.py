@@ -401,6 +401,7 @@ class MoE:
         Each of `last` and `total` has `prefill` and `decode` apart (hits, misses, bypasses, evictions, bytes moved, per
         layer too), `ttft_seconds` (without compilation) and `seconds_per_token`. `experts` names the formats in which
         experts rest and are computed, `dense_weights` what was done to packed dense ones when they were loaded.
+        `lookahead`: rows that long prompts moved to the next layer ahead of its router, since the transport was chosen.
         `load_seconds` includes `pool_seconds`: allocating pinned memory and filling it (None without a pool). `disk`:
         see `DiskTier.stats`, since the model was loaded; in each phase host hits and misses, and bytes read. None if no
         expert is read from disk.
@@ -434,8 +435,10 @@ class MoE:
                 **self._plan.fixed(),
                 "slot_bytes": budget.total * spec.row_bytes,
                 "spare_bytes": (transport.rows - budget.total) * spec.row_bytes,
+                "staging_bytes": transport.staging_rows * spec.row_bytes,
                 "pool_bytes": pool.nbytes if pool else 0,
             },
+            "lookahead": transport.lookahead.stats(spec.row_bytes) if transport.lookahead else None,
             "disk": pool.stats() if isinstance(pool, DiskTier) else None,
             "load_seconds": self.load_seconds,
             "pool_seconds": {"allocate": pool.allocate_seconds, "fill": pool.fill_seconds} if pool else None,

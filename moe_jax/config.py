@@ -124,6 +124,8 @@ class OffloadConfig:
         dtype: compute dtype; "auto" is the checkpoint's.
         seed: default seed of sampling and of random policies, 0 to 2^32 - 1.
         prefill_chunk: prompt tokens a prefill step; None chooses by hardware.
+        lookahead_rows: expert rows of the next layer that a long prompt moves before its router has run; None: 128 MiB
+            of them on a GPU, none on a CPU or with experts on disk.
         decode_chunk: decode steps a jit call, which is also how often streaming and stop strings look at the output.
         page_size: tokens a KV page, a power of two from 8 to 256.
         max_sequence_length: longest prompt + new tokens, in tokens; None is the model's own limit.
@@ -151,6 +153,7 @@ class OffloadConfig:
     dtype: str = "auto"
     seed: int = 0
     prefill_chunk: int | None = None
+    lookahead_rows: int | None = None
     decode_chunk: int = 16
     page_size: int = 64
     max_sequence_length: int | None = None
@@ -184,6 +187,8 @@ class OffloadConfig:
         for key in ("prefill_chunk", "max_sequence_length", "load_threads"):
             if getattr(self, key) is not None:
                 self._set(key, integer(key, getattr(self, key), 1))
+        if self.lookahead_rows is not None:
+            self._set("lookahead_rows", integer("lookahead_rows", self.lookahead_rows, 0))
         page_size = integer("page_size", self.page_size, 8, 256)
         if page_size & (page_size - 1):
             raise bad_value("page_size", self.page_size, "a power of two from 8 to 256")

@@ -3,7 +3,8 @@
 `plan_memory` is the one place that divides a machine's memory. `MoE` asks it before it loads a weight, and
 `experiments/plan.py` asks it without a GPU. On the device lie
 
-    dense weights + KV pages + states + workspace + (slots + spare rows) * row bytes  <=  device_memory_ratio * memory
+    dense weights + KV pages + states + workspace + (slots + spare rows + staging rows) * row bytes
+        <=  device_memory_ratio * memory
 
 and in pinned host memory every expert, unless all of them have a slot (transport `resident`), or as many as fit, the
 others on disk (`host_offload/disk_tier.py`). Shape letters: L MoE layers, E experts a layer. All sizes are bytes.
@@ -21,6 +22,7 @@ from host_offload.capacity import SlotBudget, resolve_slots
 from host_offload.disk_tier import rows_within, tier_bytes
 from host_offload.slots import round_group, spare_rows
 from host_offload.store import RowSpec
+from host_offload.transport.lookahead import lookahead_rows
 from moe_jax.config import CACHE_SIZE_KEYS, OffloadConfig
 from moe_jax.engine.engine import power_of_two
 from moe_jax.errors import ConfigError
@@ -43,9 +45,9 @@ class MemoryPlan:
     transport, transport_why: the resolved transport and the reason. max_sequence_length: longest sequence in tokens.
     device_bytes: memory that jax may use on the device, None on a CPU. dense_bytes: parameters but the experts.
     kv_bytes, kv_pages: the KV pool with its trash page. state_bytes: states and kept sources of the largest batch.
-    workspace_bytes: left for activations. slots: the `SlotBudget`. spare_rows: rows beside the slots. pool_bytes:
-    pinned host memory. host_rows: experts that have a row there: all, none if resident, or some if the others are read
-    from disk; disk_why: why these are, None if none is.
+    workspace_bytes: left for activations. staging_bytes: for rows that long prompts move ahead. slots: the
+    `SlotBudget`. spare_rows: rows beside the slots. pool_bytes: pinned host memory. host_rows: experts that have a row
+    there: all, none if resident, or some if the others are read from disk; disk_why: why these are, None if none is.
     """
 
     transport: str
@@ -57,6 +59,7 @@ class MemoryPlan:
     kv_pages: int
     state_bytes: int
     workspace_bytes: int
+    staging_bytes: int
     slots: SlotBudget
     spare_rows: int
     pool_bytes: int
@@ -66,7 +69,7 @@ class MemoryPlan:
     @property
     def reserved_bytes(self) -> int:
         """Device bytes for all but experts."""
-        return self.dense_bytes + self.kv_bytes + self.state_bytes + self.workspace_bytes
+        return self.dense_bytes + self.kv_bytes + self.state_bytes + self.workspace_bytes + self.staging_bytes
 
     @property
     def spare_bytes(self) -> int:
@@ -94,6 +97,7 @@ class MemoryPlan:
         return self.fixed() | {
             "slot_bytes": self.slots.nbytes,
             "spare_bytes": self.spare_bytes,
+            "staging_bytes": self.staging_bytes,
             "pool_bytes": self.pool_bytes,
         }
 
@@ -148,6 +152,9 @@ def plan_memory(
     if disk_why is not None and config.transport == "auto":
         transport, why = "callback", f"{disk_why}; the host reads the others from disk"
     config = config.replace(transport=transport)
+    staging = 0 if transport == "resident" or disk_why is not None else _staging_rows(config, spec, device_bytes)
+    parts["staging_bytes"] = staging * spec.row_bytes
+    reserved += parts["staging_bytes"]
     if device_bytes is not None:
         _check_device(config, spec, parts, spare, device_bytes)
     return MemoryPlan(
@@ -219,6 +226,13 @@ def _choose_transport(config: OffloadConfig, device_bytes: int | None, resident_
     if not sized and device_bytes and resident_bytes <= config.device_memory_ratio * device_bytes:
         return "resident", "all experts fit in device memory and no cache size was asked for"
     return "device", "experts are offloaded; the policy runs in the graph"
+
+
+def _staging_rows(config: OffloadConfig, spec: RowSpec, device_bytes: int | None) -> int:
+    """Rows of staging memory: as configured, or `lookahead_rows` on a GPU and none where copies take the processor."""
+    if config.lookahead_rows is not None:
+        return min(config.lookahead_rows, spec.E)
+    return lookahead_rows(spec) if device_bytes is not None else 0
 
 
 def _check_device(config: OffloadConfig, spec: RowSpec, parts: Mapping[str, int], spare: int, device_bytes: int):

@@ -34,7 +34,9 @@ class PlayedCuda(ModuleType):
     """
 
     cudaStreamNonBlocking = cudaEventDisableTiming = 1
-    cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice="h2d", cudaMemcpyDeviceToHost="d2h")
+    cudaMemcpyKind = SimpleNamespace(
+        cudaMemcpyHostToDevice="h2d", cudaMemcpyDeviceToHost="d2h", cudaMemcpyDeviceToDevice="d2d"
+    )
 
     def __init__(self):
         super().__init__("cuda.bindings.runtime")
@@ -76,6 +78,8 @@ class PlayedCuda(ModuleType):
         del self.memory[address]
         return (0,)
 
+    cudaMalloc, cudaFree = cudaMallocHost, cudaFreeHost
+
     def cudaEventRecord(self, event, stream):
         if self.fails("cudaEventRecord", stream):
             return (2,)
@@ -103,6 +107,10 @@ class PlayedCuda(ModuleType):
         for other in self.copies:
             touched = to < other.to + other.nbytes and other.to < to + nbytes
             assert not touched or other.bit & before, "two copies may write a row at the same time"
+            touched = source < other.to + other.nbytes and other.to < source + nbytes
+            assert not touched or other.bit & before, "a copy may read what another is still writing"
+            touched = to < other.source + other.nbytes and other.source < to + nbytes
+            assert not touched or other.bit & before, "a copy may write what another is still reading"
         for reader, reads in self._reads:
             touched = any(to < at + size and at < to + nbytes for at, size in reads)
             assert not touched or reader & before, "a copy may write a row that is still being read"
@@ -119,9 +127,9 @@ class PlayedCuda(ModuleType):
         self._reads.append((bit, reads))
         return bit, before
 
-    def none_under_way(self, stream):
-        """Whether what comes next on a stream starts after every copy so far."""
-        return all(copy.bit & (stream.ended | self.host.ended) for copy in self.copies)
+    def none_under_way(self, stream, but=lambda copy: False):
+        """Whether what comes next on a stream starts after every copy so far `but` some."""
+        return all(copy.bit & (stream.ended | self.host.ended) for copy in self.copies if not but(copy))
 
 
 class DeviceBuffer:

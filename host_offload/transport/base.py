@@ -32,6 +32,7 @@ class Transport(abc.ABC):
         do not serve are plain XLA, and `kernel` says why.
       bank_rows: rows to allocate at least (a bank kept from a larger cache).
       starts: MoE layers that begin a step: the first, and in an encoder-decoder the decoder's first.
+      lookahead_rows: rows of the next layer that a long prompt moves before its router has run, see `lookahead.py`.
 
     Owner thread: the engine's. The cache state is a pytree made by `create_state`, passed through the jitted step and
     donated.
@@ -42,10 +43,11 @@ class Transport(abc.ABC):
 
     def __init__(
         self, spec, pool, budget, policy, *, forced_admit, max_pairs, implementation, experts=SILU, select=None, seed=0,
-        bank_rows=0, starts=(0,),
+        bank_rows=0, starts=(0,), lookahead_rows=0,
     ):  # fmt: skip
         self.spec, self.pool, self.policy, self.select = spec, pool, policy, select
         self.implementation, self.seed, self.starts = implementation, seed, starts
+        self.staging_rows, self.lookahead = (0 if pool is None else lookahead_rows), None
         # In this order: what gate and up need arrives first where rows come in two steps (callback transport).
         wanted = (*experts.parts("gate_up"), *experts.parts("down"))
         if tuple(spec.tensors) != wanted:

@@ -18,6 +18,7 @@ from host_offload.schedule import Schedule, max_rounds, schedule_rounds
 from host_offload.slots import HITS, SlotCache, empty_banks
 from host_offload.transport.base import Transport, combine_decode, event_need, event_scores, record
 from host_offload.transport.host_calls import HostCalls, RoundMoves, make_mover
+from host_offload.transport.lookahead import Lookahead, looks_ahead
 from host_offload.transport.rounds import serve_rounds
 from pallas_kernels.expert_ffn import expert_ffn_decode
 
@@ -32,10 +33,14 @@ class CallbackTransport(Transport):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.mover = make_mover(self.pool, early=len(self.experts.parts("gate_up")))
-        self._calls = HostCalls(self.mover)
         self._tier = self.pool if isinstance(self.pool, DiskTier) else None
-        self._rounds = RoundMoves(self.mover, self._tier)
+        if self._tier is not None:  # what host memory lacks cannot be moved ahead of need
+            self.staging_rows = 0
+        self.mover = make_mover(self.pool, len(self.experts.parts("gate_up")), self.staging_rows)
+        self._calls = HostCalls(self.mover)
+        if self.staging_rows:
+            self.lookahead = Lookahead(self.mover, self.staging_rows)
+        self._rounds = RoundMoves(self.mover, self._tier, self.lookahead)
         self._clear()
 
     def _clear(self):
@@ -152,8 +157,9 @@ class CallbackTransport(Transport):
         E = self.spec.E
         tables = {"position": (E,), "row": (E,), "bounds": (max_rounds(E, self.group) + 3,), "rounds": (1,)}
         values = {"need": event_need(ids, live, E), **self._scores(scores, live)}
+        ahead = looks_ahead(self.lookahead, ids.size, self.spec, layer, self.starts)
         with jax.named_scope("callback"):
-            order, state = self._calls.call(self._on_prefill, layer, tables, values, state)
+            order, state = self._calls.call(partial(self._on_prefill, ahead), layer, tables, values, state)
         order = Schedule(src=None, dest=None, **order)
         return serve_rounds(self, layer, x, ids, weights, live, order, state, self._rounds, self._calls, block_rows)
 
@@ -249,13 +255,14 @@ class CallbackTransport(Transport):
     def _on_down(self, layer, ctx, out, values, banks):
         self.mover.wait_rest(ctx)
 
-    def _on_prefill(self, layer, ctx, out, values, banks):
+    def _on_prefill(self, ahead, layer, ctx, out, values, banks):
         arrays = self.mover.fetch(ctx, layer, values, self._settle)
         need = arrays["need"].astype(bool)
         t = self._observe(layer, need, arrays)
         plan = self._plan(layer, need, t, False)
         order = schedule_rounds(np, plan, need, self._slot_of, self._owner, group=self.group)
-        self._rounds.begin(ctx, layer, banks, order)
+        missing = np.flatnonzero(self._slot_of[layer + 1] < 0).tolist() if ahead else None
+        self._rounds.begin(ctx, layer, banks, order, missing)
         self._apply(plan._replace(dest=order.dest), t)
         for name in ("position", "row", "bounds", "rounds"):
             self.mover.store(ctx, out[name], getattr(order, name))

@@ -26,6 +26,7 @@ def pointer(buffer) -> int:
 
 H2D = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
 D2H = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
+D2D = cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice
 
 
 def copy_rate(nbytes: int, copies: int = 8) -> float:
@@ -90,11 +91,12 @@ class CudaMover:
     Args:
       pool: `ExpertPool`, or a `DiskTier` that holds what is moved.
       early: how many row tensors, from the first, a decode event needs before the others.
+      staging_rows: rows of device memory beside the banks that `stage` fills.
     """
 
     STREAMS = 2
 
-    def __init__(self, pool, early=1):
+    def __init__(self, pool, early=1, staging_rows=0):
         self._pool = pool  # kept alive: copies read its rows by address
         self._early = early
         self._nbytes = {name: pool.spec.nbytes(name) for name in pool.spec.tensors}
@@ -106,6 +108,11 @@ class CudaMover:
         self._arrived = [[self._event() for _ in self._streams] for _ in range(2)]
         self._rest = [self._event() for _ in self._streams]
         self._moving = False
+        self._staged = {
+            name: check(cudart.cudaMalloc(staging_rows * nbytes))
+            for name, nbytes in self._nbytes.items()
+            if staging_rows
+        }
 
     def _event(self):
         self._events.append(check(cudart.cudaEventCreateWithFlags(cudart.cudaEventDisableTiming)))
@@ -170,14 +177,29 @@ class CudaMover:
             self._moving = False
             self._wait(ctx, self._rest)
 
-    def move_ahead(self, ctx, banks, layer, moves, turn):
-        """Starts the moves of round `turn`, once all that is enqueued on XLA's stream is done."""
+    def stage(self, layer, moves):
+        """Starts (place, expert) copies into staging memory, after all moves so far.
+
+        A place belongs to one stream, which also takes rows out of it: so neither can overtake the other.
+        """
+        for name, nbytes in self._nbytes.items():
+            for place, expert in moves:
+                to, stream = self._staged[name] + place * nbytes, self._streams[place % self.STREAMS]
+                check(cudart.cudaMemcpyAsync(to, self._pool.address(layer, name, expert), nbytes, H2D, stream))
+
+    def move_ahead(self, ctx, banks, layer, moves, turn, staged=()):
+        """Starts the moves of round `turn`, once all that is enqueued on XLA's stream is done; `staged` are (place,
+        row) pairs that come from staging memory."""
         check(cudart.cudaEventRecord(self._computed, ctx.stream))
         for stream in self._streams:
             check(cudart.cudaStreamWaitEvent(stream, self._computed, 0))
         runs = merged(moves) if self._pool.adjacent else [(expert, row, 1) for expert, row in moves]
-        for name in self._nbytes:
-            self._copy(name, pointer(banks[name]), layer, runs)
+        for name, nbytes in self._nbytes.items():
+            bank = pointer(banks[name])
+            self._copy(name, bank, layer, runs)
+            for place, row in staged:
+                source, stream = self._staged[name] + place * nbytes, self._streams[place % self.STREAMS]
+                check(cudart.cudaMemcpyAsync(bank + row * nbytes, source, nbytes, D2D, stream))
         self._record(self._arrived[turn % 2])
 
     def wait(self, ctx, turn):
@@ -195,13 +217,15 @@ class CudaMover:
             check(cudart.cudaStreamSynchronize(stream))
 
     def close(self):
-        """Waits for its copies and frees streams, events and staging. Safe to call twice."""
+        """Waits for its copies and frees streams, events and memory. Safe to call twice."""
         for stream in self._streams:
             check(cudart.cudaStreamSynchronize(stream))
             check(cudart.cudaStreamDestroy(stream))
         for event in self._events:
             check(cudart.cudaEventDestroy(event))
-        self._streams, self._events = [], []
+        for address in self._staged.values():
+            check(cudart.cudaFree(address))
+        self._streams, self._events, self._staged = [], [], {}
         self._staging.close()
 
 

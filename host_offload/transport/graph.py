@@ -12,6 +12,7 @@ from host_offload.schedule import Schedule, schedule_rounds
 from host_offload.slots import BYPASSES, EVICTIONS, HITS, MISSES, SlotCache, control_vector, empty_banks
 from host_offload.transport.base import StateLost, Transport, combine_decode, event_need, event_scores, record
 from host_offload.transport.host_calls import HostCalls, RoundMoves, make_mover
+from host_offload.transport.lookahead import Lookahead, looks_ahead
 from host_offload.transport.rounds import serve_rounds
 from pallas_kernels.expert_ffn import expert_ffn_decode
 from pallas_kernels.slot_plan import slot_plan
@@ -32,8 +33,10 @@ class GraphTransport(Transport):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if self.pool is not None:
-            self._calls = HostCalls(make_mover(self.pool))
-            self._rounds = RoundMoves(self._calls.mover)
+            self._calls = HostCalls(make_mover(self.pool, staging_rows=self.staging_rows))
+            if self.staging_rows:
+                self.lookahead = Lookahead(self._calls.mover, self.staging_rows)
+            self._rounds = RoundMoves(self._calls.mover, lookahead=self.lookahead)
 
     def take_error(self):
         return None if self.pool is None else self._calls.take_error()
@@ -225,12 +228,17 @@ class GraphTransport(Transport):
         with jax.named_scope("moves"):
             values = {name: getattr(order, name) for name in ("src", "row", "bounds")}
             values["rounds"] = order.rounds[None]
+            if looks_ahead(self.lookahead, ids.size, self.spec, layer, self.starts):
+                values["ahead"] = (state.slot_of[layer + 1] < 0).astype(jnp.int32)
             _, state = self._calls.call(self._on_schedule, layer, {}, values, state)
         return serve_rounds(self, layer, x, ids, weights, live, order, state, self._rounds, self._calls, block_rows)
 
     def _on_schedule(self, layer, ctx, out, values, banks):
         arrays = self._calls.mover.fetch(ctx, layer, values, lambda: None)
-        self._rounds.begin(ctx, layer, banks, Schedule(position=None, dest=None, **arrays))
+        ahead = arrays.pop("ahead", None)
+        if ahead is not None:
+            ahead = np.flatnonzero(ahead).tolist()
+        self._rounds.begin(ctx, layer, banks, Schedule(position=None, dest=None, **arrays), ahead)
 
 
 def _alike(a, b) -> bool:

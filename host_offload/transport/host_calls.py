@@ -18,8 +18,9 @@ from jax.experimental.buffer_callback import buffer_callback
 class NumpyMover:
     """Moves rows between host arrays: the CPU backend's buffers are NumPy views. Same interface as `cuda.CudaMover`."""
 
-    def __init__(self, pool):
+    def __init__(self, pool, staging_rows=0):
         self._pool = pool
+        self._staged = {name: np.zeros((staging_rows, *s), d) for name, (s, d) in pool.spec.tensors.items()}
 
     def fetch(self, ctx, layer, buffers, meanwhile):
         """The buffers as arrays; runs `meanwhile()` first."""
@@ -40,9 +41,19 @@ class NumpyMover:
     def wait_rest(self, ctx):
         """What follows sees all tensors of the rows of the last `move`. Nothing to wait for here."""
 
-    def move_ahead(self, ctx, banks, layer, moves, turn):
-        """Copies at once the rows of round `turn`: no compute still to come reads what they replace."""
+    def stage(self, layer, moves):
+        """Copies (place, expert) pairs into staging memory."""
+        for place, expert in moves:
+            for name, staged in self._staged.items():
+                staged[place] = self._pool.row(layer, name, expert)
+
+    def move_ahead(self, ctx, banks, layer, moves, turn, staged=()):
+        """Copies at once the rows of round `turn`, and (place, row) pairs of `staged` from staging memory: no compute
+        still to come reads what they replace."""
         self.move(ctx, banks, layer, moves)
+        for place, row in staged:
+            for name, bank in banks.items():
+                np.asarray(bank)[row] = self._staged[name][place]
 
     def wait(self, ctx, turn):
         """Nothing to wait for."""
@@ -57,13 +68,14 @@ class NumpyMover:
         """Nothing to free."""
 
 
-def make_mover(pool, early=1):
-    """The mover of the default device's platform; `early`: how many row tensors arrive before the others."""
+def make_mover(pool, early=1, staging_rows=0):
+    """The mover of the default device's platform; `early`: how many row tensors arrive before the others;
+    `staging_rows`: rows of its staging memory."""
     if jax.devices()[0].platform == "gpu":
         from host_offload.transport.cuda import CudaMover
 
-        return CudaMover(pool, early)
-    return NumpyMover(pool)
+        return CudaMover(pool, early, staging_rows)
+    return NumpyMover(pool, staging_rows)
 
 
 class HostCalls:
@@ -134,15 +146,20 @@ class RoundMoves:
 
     tier: the `DiskTier` that the mover copies from, None if it is a pool of all rows. The tier reads the rows of the
     rounds to come while those before them move.
+    lookahead: `Lookahead` that moves rows of the next layer once all of this one are on their way, or None.
     """
 
-    def __init__(self, mover, tier=None):
-        self._mover, self._tier = mover, tier
+    def __init__(self, mover, tier=None, lookahead=None):
+        self._mover, self._tier, self.lookahead = mover, tier, lookahead
         self._moves: list[list[tuple[int, int]]] = []
-        self._round = 0
+        self._ahead: list[int] | None = None
+        self._round = self._last = 0
 
-    def begin(self, ctx, layer, banks, order):
-        """Takes the `Schedule` of the event (NumPy) and starts the first moves: their rows are free already."""
+    def begin(self, ctx, layer, banks, order, ahead=None):
+        """Takes the `Schedule` of the event (NumPy) and starts the first moves: their rows are free already.
+
+        ahead: experts that the next layer lacks and will need, None if that cannot be told.
+        """
         count = int(np.reshape(order.rounds, ()))
         self._moves = []
         for r in range(count + 1):
@@ -150,11 +167,15 @@ class RoundMoves:
             moves = zip(order.src[span].tolist(), order.row[span].tolist(), strict=True)
             self._moves.append([(src, row) for src, row in moves if src >= 0])
         self._round = 0
+        self._ahead = ahead
+        self._last = max((r for r, moves in enumerate(self._moves) if moves), default=0)
         if self._tier is not None:
             missing = self._missing(1)
             self._tier.event(layer, missing)
             self._tier.read_ahead(layer, missing)
         self._start(ctx, layer, banks, 1)
+        if self._last == 0:
+            self._stage(layer)
 
     def on_round(self, layer, ctx, out, values, banks):
         """Host call before the compute of a round."""
@@ -171,9 +192,18 @@ class RoundMoves:
             experts = [expert for expert, _ in self._moves[r]]
             self._tier.ensure(layer, experts, self._mover.finish)
             self._tier.moving(layer, experts, r)
-        self._mover.move_ahead(ctx, banks, layer, self._moves[r], r)
+        moves, staged = self._moves[r], ()
+        if self.lookahead is not None:
+            moves, staged = self.lookahead.split(layer, moves)
+        self._mover.move_ahead(ctx, banks, layer, moves, r, staged)
+        if r == self._last:
+            self._stage(layer)
         if self._tier is not None:
             self._tier.read_ahead(layer, self._missing(r + 1))
+
+    def _stage(self, layer):
+        if self._ahead:
+            self.lookahead.stage(layer + 1, self._ahead)
 
     def _missing(self, r):
         """The experts that round `r` and those after it move, in order."""

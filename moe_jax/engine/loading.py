@@ -282,6 +282,7 @@ class CacheBuilder:
             seed=config.seed,
             bank_rows=bank_rows,
             starts=(0, self.parts.cfg.encoder_moe_layers),
+            lookahead_rows=self.plan.staging_bytes // self.parts.spec.row_bytes,
         )
 
     def state(self, transport, config: OffloadConfig):

@@ -19,6 +19,7 @@ from host_offload.schedule import Schedule, schedule_rounds
 from host_offload.slots import SlotCache
 from host_offload.store import RowSpec
 from host_offload.transport.host_calls import HostCalls, NumpyMover, RoundMoves
+from host_offload.transport.lookahead import Lookahead
 
 L, E = 2, 6
 SPEC = RowSpec(L=L, E=E, tensors={"a": ((3,), np.dtype("float32")), "b": ((2, 2), np.dtype("int32"))})
@@ -107,9 +108,9 @@ class Recorder(NumpyMover):
             raise OSError(f"cannot do {entry}")
         self.log.append(entry)
 
-    def move_ahead(self, ctx, banks, layer, moves, turn):
+    def move_ahead(self, ctx, banks, layer, moves, turn, staged=()):
         self.note(("move", turn))
-        super().move_ahead(ctx, banks, layer, moves, turn)
+        super().move_ahead(ctx, banks, layer, moves, turn, staged)
 
     def wait(self, ctx, turn):
         self.note(("wait", turn))
@@ -289,12 +290,13 @@ def cuda_module():
 class Device:
     """A `CudaMover` on a runtime of its own, XLA's stream, and banks. tier: a `DiskTier` instead of a pool."""
 
-    def __init__(self, module, rows, early=1, tier=None):
+    def __init__(self, module, rows, early=1, tier=None, staging_rows=0):
         self.early = early
         self.cuda = module.cudart = PlayedCuda()
         self.pool = FakePool() if tier is None else tier
-        self.mover = module.CudaMover(self.pool, early)
-        self.calls, self.moves = HostCalls(self.mover), RoundMoves(self.mover, tier)
+        self.mover = module.CudaMover(self.pool, early, staging_rows)
+        self.lookahead = Lookahead(self.mover, staging_rows) if staging_rows else None
+        self.calls, self.moves = HostCalls(self.mover), RoundMoves(self.mover, tier, self.lookahead)
         self.stream = Timeline()
         self.ctx = SimpleNamespace(stream=self.stream)
         self.arrays = {name: np.zeros((rows, *shape), dtype) for name, (shape, dtype) in SPEC.tensors.items()}
@@ -308,11 +310,11 @@ class Device:
         reads = [(a[row].ctypes.data, a[row].nbytes) for a in arrays.values() for row in rows.values()]
         return self.cuda.compute(self.stream, reads)
 
-    def prefill(self, layer, order):
+    def prefill(self, layer, order, ahead=None):
         """The calls and computes of a prefill event, as transports enqueue them; (bit, before) of each compute."""
         expert_at = np.argsort(order.position)
         computes = []
-        self.moves.begin(self.ctx, layer, self.banks, order)
+        self.moves.begin(self.ctx, layer, self.banks, order, ahead)
         for r in range(int(order.rounds)):
             self.moves.on_round(layer, self.ctx, {}, {}, self.banks)
             span = range(order.bounds[r], order.bounds[r + 1])
@@ -412,6 +414,37 @@ def test_no_copy_can_meet_a_compute_that_reads_its_row(cuda_module, history):
         apply(np, plan, slot_of, owner)
         for row in np.flatnonzero(owner >= 0):
             assert holds(device.arrays, row, *divmod(int(owner[row]), E))
+
+
+@settings(deadline=None, max_examples=200)
+@given(histories(), st.integers(1, E))
+def test_rows_moved_ahead_meet_no_other_copy_and_no_compute(cuda_module, history, staging_rows):
+    """Prefill events of whatever layers, each moving rows of the layer after it: every needed expert is in its row, in
+    every order that a GPU may choose, and crosses the link once, at its event or before."""
+    group, capacity = history["group"], history["capacity"]
+    rows = capacity * (1 if history["global_scope"] else L) + 2 * group
+    slot_of, owner = np.full((L, E), -1, np.int32), np.full(rows, -1, np.int32)
+    device = Device(cuda_module, rows, staging_rows=staging_rows)
+    staged = [array for array in device.mover._staged.values()]
+    sizes = [staging_rows * SPEC.nbytes(name) for name in SPEC.tensors]
+    into_staging = lambda copy: any(at <= copy.to < at + n for at, n in zip(staged, sizes, strict=True))  # noqa: E731
+    needed = 0
+    for _, layer, need, table, forced in history["events"]:
+        need, table = np.array(need), np.array(table, np.float32).reshape(L, E)
+        options = {"layer": layer, "capacity": capacity, "global_scope": history["global_scope"]}
+        plan, order = decide(need, table, slot_of, owner, group=group, forced_admit=forced, decode=False, **options)
+        ahead = np.flatnonzero(slot_of[layer + 1] < 0).tolist() if layer + 1 < L else None
+        device.prefill(layer, order, ahead)
+        assert device.cuda.none_under_way(device.stream, but=into_staging)
+        apply(np, plan._replace(dest=order.dest), slot_of, owner)
+        needed += int(plan.miss.sum())
+        for row in np.flatnonzero(owner >= 0):
+            assert holds(device.arrays, row, *divmod(int(owner[row]), E))
+    found = device.lookahead
+    reused = needed - (int(device.moved().sum()) - found.moved)  # misses served without a copy of their own
+    assert found.used <= found.moved and reused >= found.used
+    device.mover.close()
+    assert not device.cuda.open and not device.cuda.memory
 
 
 @pytest.mark.parametrize("early", range(1, len(SPEC.tensors) + 1))

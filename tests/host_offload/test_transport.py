@@ -249,7 +249,7 @@ def test_rounds_are_started_one_ahead_and_waited_for():
     log = []
 
     class Mover:
-        def move_ahead(self, ctx, banks, layer, moves, turn):
+        def move_ahead(self, ctx, banks, layer, moves, turn, staged=()):
             log.append(("start", turn, moves))
 
         def wait(self, ctx, turn):

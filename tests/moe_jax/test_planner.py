@@ -87,7 +87,9 @@ def test_a_gpus_plan_adds_up():
     )  # tokens, layers, k and v, heads, head width, float32
     assert (found.slots.total, found.slots.per_layer, found.spare_rows) == (16, (4, 4, 4, 4), SPARE_ROWS)
     assert found.workspace_bytes == WORKSPACE_BYTES and found.pool_bytes == 32 * ROW
-    assert found.total_device_bytes == DENSE + found.kv_bytes + WORKSPACE_BYTES + (16 + SPARE_ROWS) * ROW
+    assert found.staging_bytes == 8 * ROW, "a layer's experts, as these are smaller than 128 MiB"
+    assert found.total_device_bytes == DENSE + found.kv_bytes + WORKSPACE_BYTES + (16 + SPARE_ROWS + 8) * ROW
+    assert plan(cache_rate=0.5, kv_cache_ratio=0.001, lookahead_rows=3).staging_bytes == 3 * ROW
 
 
 def test_kv_cache_ratio_sets_the_pages_between_one_and_all_sequences():
@@ -104,7 +106,7 @@ def test_auto_is_resident_where_all_of_it_fits_and_only_there():
     allowed = 0.75  # of the device
     exact = -int(-resident.total_device_bytes // allowed)
     assert plan(device_bytes=exact, kv_cache_ratio=0).transport == "resident"
-    offloaded = plan(device_bytes=exact - 8, kv_cache_ratio=0)
+    offloaded = plan(device_bytes=exact - 8, kv_cache_ratio=0, lookahead_rows=0)
     assert (offloaded.transport, offloaded.slots.total, offloaded.pool_bytes) == ("device", 31, 32 * ROW)
     assert plan(cache_rate=1.0).transport == "device", "a size was asked for"
 
