@@ -277,12 +277,12 @@ def test_ctrl_c_during_a_read_that_takes_long(moe, disturb, monkeypatch):
 
     def hold(layer, experts):
         began.set()
-        held.wait(10)
+        held.wait(60)
 
     disturb(hold)
 
     def press():
-        began.wait(10)
+        began.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.1)
         held.set()
