@@ -38,7 +38,7 @@ settings.load_profile("moe-jax")
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Callable[[str], Path]:
-    """``tiny(name)`` is the directory of a tiny checkpoint (``tests/tiny_models.py``), built once a session (with several workers: once in each).
+    """``tiny(name)`` is the directory of a tiny checkpoint (``tests/tiny_models.py``), built once by each worker.
 
     Tests share the directory and must not write into it.
     """
