@@ -7,6 +7,7 @@ that enters JAX again can otherwise deadlock), products in full fp32, and a comp
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 
 # Set, not defaulted: on a machine with a GPU the suite must test the same code paths as everywhere else.
@@ -17,6 +18,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 _compilation_cache = tempfile.TemporaryDirectory(prefix="moe-jax-tests-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _compilation_cache.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# Tests press Ctrl-C, here and in processes that they start. What a script runs in the background ignores it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
