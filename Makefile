@@ -12,7 +12,7 @@ ARGS ?=
 WORKERS ?= logical
 PYTEST_ARGS ?=
 
-# The tests of a file share models that are loaded once, so a file goes to one worker. A worker takes a gigabyte or two.
+# The tests of a file share models that are loaded once, so a file goes to one worker. A worker of two took 3.5 GB.
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
 
 .PHONY: help env demo test quick lint format oracle clean distclean
