@@ -2,13 +2,18 @@
 #
 #   EXTRAS       more extras of pyproject.toml for .venv, e.g. make demo EXTRAS=cuda13
 #   ARGS         more arguments for experiments/run_generate.py, e.g. make demo ARGS='--policy lfu'
+#   WORKERS      processes that share the tests: a number, 0 for none, or logical (the default), one a core, 8 at most
 #   PYTEST_ARGS  more arguments for pytest, e.g. make test PYTEST_ARGS='tests/host_offload -x'
 
 PYTHON := .venv/bin/python
 ORACLE := .venv-oracle/bin/python
 EXTRAS ?=
 ARGS ?=
+WORKERS ?= logical
 PYTEST_ARGS ?=
+
+# The tests of a file share models that are loaded once, so a file goes to one worker. A worker of two took 3.5 GB.
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
 
 .PHONY: help env demo test quick lint format oracle clean distclean
 
@@ -23,10 +28,10 @@ demo: ## stream text from the bundled model with a quarter of its experts cached
 	@$(PYTHON) experiments/run_generate.py --cache-rate 0.25 $(ARGS)
 
 test: env ## run every test
-	$(PYTHON) -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 quick: env ## run the tests that are not marked slow
-	$(PYTHON) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 lint: env ## check style and formatting
 	$(PYTHON) -m ruff check .

@@ -7,15 +7,22 @@ that enters JAX again can otherwise deadlock), products in full fp32, and a comp
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 
 # Set, not defaulted: on a machine with a GPU the suite must test the same code paths as everywhere else.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# One folder a process: a shared cache would hide a compilation that a change made necessary.
+# One folder a process, gone with it: nothing of an earlier run is found, and no worker reads a file that another one is
+# writing. What is in it serves the process and those that its tests start. Everything is kept in it: hundreds of models
+# are loaded, and by default jax compiles anew each time what took less than a second.
 _compilation_cache = tempfile.TemporaryDirectory(prefix="moe-jax-tests-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _compilation_cache.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# Tests press Ctrl-C, here and in processes that they start. What a script runs in the background ignores it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import jax  # noqa: E402
@@ -35,7 +42,7 @@ settings.load_profile("moe-jax")
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Callable[[str], Path]:
-    """``tiny(name)`` is the directory of a tiny checkpoint (``tests/tiny_models.py``), built once a session.
+    """``tiny(name)`` is the directory of a tiny checkpoint (``tests/tiny_models.py``), built once by each worker.
 
     Tests share the directory and must not write into it.
     """
@@ -47,6 +54,18 @@ def tiny(tmp_path_factory) -> Callable[[str], Path]:
         return built[name]
 
     return directory
+
+
+@pytest.fixture(scope="module")
+def barely_optimised() -> Iterator[None]:
+    """Programs of the module are compiled without most of LLVM's passes, which take half of the time or more.
+
+    For tests of what programs do, not of how exactly they compute: calls, caches, faults. HLO is optimised as always.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")

@@ -242,7 +242,7 @@ def test_ten_thousand_events_of_a_full_tier():
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60  # a busy machine takes seconds to run a thread
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(1e-3)
@@ -402,10 +402,12 @@ def test_closing_ends_the_threads_and_a_wait_for_them():
     waiting = threading.Thread(target=wait_for_rows)
     waiting.start()
     wait_until(lambda: len(source.read_rows) == 2)
-    threading.Timer(0.05, source.gate.set).start()
+    opening = threading.Timer(0.05, source.gate.set)
+    opening.start()
     slabs = list(tier._slabs)
     tier.close()
-    waiting.join(10)
+    waiting.join(60)
+    opening.join()
     assert not waiting.is_alive() and [type(error).__name__ for error in errors] == ["CancelledError"]
     assert threading.active_count() == before and source.closed and all(slab.is_deleted() for slab in slabs)
     tier.close()

@@ -21,7 +21,7 @@ from moe_jax.engine.loading import make_host_policy, map_experts, read_model_con
 from moe_jax.errors import ConfigError, TransportError
 from moe_jax.interrupts import keep_interrupts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimised")]
 
 CONFIG = {"progress": False, "max_batch": 4, "page_size": 16, "max_sequence_length": 64, "decode_chunk": 4}
 NEW = 6
@@ -277,12 +277,12 @@ def test_ctrl_c_during_a_read_that_takes_long(moe, disturb, monkeypatch):
 
     def hold(layer, experts):
         began.set()
-        held.wait(10)
+        held.wait(60)
 
     disturb(hold)
 
     def press():
-        began.wait(10)
+        began.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.1)
         held.set()

@@ -78,14 +78,11 @@ def test_the_settings_cover_all_pairs():
 
 
 @pytest.fixture(scope="module")
-def recorder():
-    """What the sampler is given. Compiled without most of LLVM's passes, which takes two thirds of the time: what is
-    tested here is where experts come from, not how well the code around them is optimised."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+def recorder(barely_optimised):
+    """What the sampler is given. What is tested here is where experts come from, not how well the code around them is
+    optimised."""
     with drawn_logits() as seen:
         yield seen
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def inputs_of(want, batch: int):
