@@ -433,7 +433,7 @@ def plan(shape: str, misses: int, small: bool) -> Case:
         def call(data, state, j):
             live, old = jnp.ones((K,), jnp.int32), [state[name] for name in names]
             operands = data["ids"][j], live, jnp.asarray(control), data["priority"][j], *old
-            _, new = slot_plan(*operands, layer=0, interpret=implementation == "interpret")
+            _, new, _ = slot_plan(*operands, layer=0, interpret=implementation == "interpret")
             return dict(zip(names, new, strict=True))
 
         return rule if implementation == "xla" else call

@@ -22,6 +22,7 @@ import pytest
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton
 
+from host_offload.policy import PolicySet, get_policy, is_elementwise, list_policies
 from pallas_kernels.dequant_gemm import dequant_gemm
 from pallas_kernels.dequant_gemm.arg_specs import ARG_SPECS, ROWS
 from pallas_kernels.expert_ffn import SILU, ExpertSpec, expert_ffn_decode, expert_ffn_round
@@ -392,6 +393,30 @@ def test_slot_plan_at_real_shapes(model, B):
         arrays(experts // 4 + min(shape.E, pairs)),
         arrays(shape.L * 4),
         arrays(1),
+    )
+    assert [name for name, _ in kernels] == ["slot_plan"]
+    check_offsets(kernels)
+
+
+@pytest.mark.parametrize("B", [1, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_slot_plan_with_policies_at_real_shapes(model, B):
+    """All policies that the kernel evaluates, in one set."""
+    shape = MODELS[model]
+    experts, pairs = shape.L * shape.E, B * shape.K
+    policy = PolicySet([name for name in list_policies() if is_elementwise(get_policy(name))])
+    state = jax.eval_shape(functools.partial(policy.init, jnp, shape.L, shape.E, 0))
+    kernels = lower(
+        lambda *args: slot_plan(*args[:3], None, *args[3:-2], layer=1, policy=policy, state=args[-2], step=args[-1]),
+        arrays(pairs),
+        arrays(pairs),
+        arrays(shape.L + 2),
+        arrays(experts),
+        arrays(experts // 4 + min(shape.E, pairs)),
+        arrays(shape.L * 4),
+        arrays(1),
+        state,
+        arrays(),
     )
     assert [name for name, _ in kernels] == ["slot_plan"]
     check_offsets(kernels)
