@@ -27,7 +27,7 @@ from pallas_kernels.dequant_gemm import dequant_gemm
 from pallas_kernels.dequant_gemm.arg_specs import ARG_SPECS, ROWS
 from pallas_kernels.expert_ffn import SILU, ExpertSpec, expert_ffn_decode, expert_ffn_round
 from pallas_kernels.formats import FP8, INT4, MXFP4
-from pallas_kernels.router_topk import router_topk
+from pallas_kernels.router_topk import Routing, route, router_topk
 from pallas_kernels.sinkhorn import sinkhorn_kernel
 from pallas_kernels.slot_plan import slot_plan
 
@@ -367,6 +367,32 @@ def test_router_topk_at_real_shapes(E, K, T):
         ("router_topk", [(T, E), (T, K), (T, K)])
     ]
     assert all(operand.offset_bits for operand in kernels[0][1])
+    check_offsets(kernels)
+
+
+ROUTINGS = {
+    "qwen3-30b-a3b": (128, Routing(8, norm=1, weights="bfloat16"), False),
+    "mixtral": (8, Routing(2, norm=1), False),
+    "gpt-oss": (32, Routing(4, over_chosen=True, weights="bfloat16"), False),
+    "dbrx": (16, Routing(4, rounded="bfloat16", norm=1, weights="bfloat16"), False),
+    "dbrx, another norm": (16, Routing(4, rounded="bfloat16", norm=3, weights="bfloat16"), False),
+    "deepseek-v2-lite": (64, Routing(6, scale=1.0), False),
+    "moonlight": (64, Routing(6, "sigmoid", norm=1, epsilon=1e-20, scale=2.446), True),
+    "deepseek-v4": (256, Routing(6, "sqrt_softplus", norm=1, epsilon=1e-20, scale=1.5, weights="bfloat16"), True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("T", [1, 8192])
+@pytest.mark.parametrize("model", ROUTINGS)
+def test_route_at_real_shapes(model, T, dtype):
+    E, how, biased = ROUTINGS[model]
+    kernels = lower(
+        lambda logits, bias: route(logits, how, bias=bias, implementation="pallas"),
+        arrays(T, E, dtype=jnp.dtype(dtype)),
+        arrays(E, dtype=jnp.float32) if biased else None,
+    )
+    assert [name for name, _ in kernels] == ["route"]
     check_offsets(kernels)
 
 
