@@ -20,6 +20,7 @@ warnings.filterwarnings("ignore", message=".*Pallas.*Triton.*", category=Depreca
 __all__ = [
     "call",
     "cdiv",
+    "default_implementation",
     "divisor_block",
     "kernels_run_compiled",
     "load",
@@ -48,6 +49,11 @@ def divisor_block(size: int, largest: int) -> int:
 def kernels_run_compiled() -> bool:
     """True when the default backend compiles Pallas-Triton kernels (an NVIDIA GPU)."""
     return jax.default_backend() == "gpu"
+
+
+def default_implementation() -> str:
+    """What an operation runs where its caller does not say: "pallas" where kernels run compiled, else "xla"."""
+    return "pallas" if kernels_run_compiled() else "xla"
 
 
 def call(kernel, *, grid, out_shape, num_warps, num_stages, name, input_output_aliases=None, interpret=False):

@@ -14,6 +14,7 @@ from jax import Array
 
 from moe_jax.engine.kv_cache import PagedKV
 from moe_jax.layers.linear import Linear, matmul_precision
+from moe_jax.layers.norm import Normed
 from moe_jax.layers.query_blocks import by_blocks, fitting_block
 from moe_jax.layers.rope import apply_rope
 from pallas_kernels.paged_attention import paged_decode_attention
@@ -299,8 +300,13 @@ class GroupedQueryAttention(nnx.Module):
         """Hook between the head split and rope: q [B, T, N, H], k and v [B, T, G, H] -> the same shapes."""
         return q, k, v
 
-    def __call__(self, x: Array, kv: PagedKV, call: AttentionCall) -> tuple[Array, PagedKV]:
-        """x [B, T, D] -> (output [B, T, D], kv with this layer's new keys and values written)."""
+    def __call__(
+        self, x: Array | Normed, kv: PagedKV, call: AttentionCall, *, residual: Array | None = None
+    ) -> tuple[Array, PagedKV]:
+        """x [B, T, D] -> (output [B, T, D], kv with this layer's new keys and values written).
+
+        The output is added to `residual` [B, T, D] if there is one.
+        """
         B, T, _ = x.shape
         N, G, H = self.num_heads, self.num_kv_heads, self.head_dim
         with jax.named_scope("qkv"):
@@ -342,4 +348,4 @@ class GroupedQueryAttention(nnx.Module):
         with jax.named_scope("attention_out"):
             if self.gated:
                 out = out * jax.nn.sigmoid(gate)
-            return self.out(out.reshape(B, T, N * H)), kv
+            return self.out(out.reshape(B, T, N * H), residual=residual), kv

@@ -6,7 +6,7 @@ compiled, else "xla".
 
 import jax.numpy as jnp
 
-from pallas_kernels._compat import kernels_run_compiled
+from pallas_kernels import _compat
 from pallas_kernels.router_topk import kernel, ref
 from pallas_kernels.router_topk.kernel import router_topk
 from pallas_kernels.router_topk.spec import Routing
@@ -35,7 +35,7 @@ def route(logits, how: Routing, *, bias=None, implementation=None):
       ValueError: unknown implementation; k out of range.
     """
     if implementation is None:
-        implementation = "pallas" if kernels_run_compiled() else "xla"
+        implementation = _compat.default_implementation()
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation = {implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
     if how.k > logits.shape[1]:

@@ -28,6 +28,8 @@ from pallas_kernels.dequant_gemm.arg_specs import ARG_SPECS, ROWS
 from pallas_kernels.expert_ffn import SILU, ExpertSpec, expert_ffn_decode, expert_ffn_round
 from pallas_kernels.formats import FP8, INT4, MXFP4
 from pallas_kernels.router_topk import Routing, route, router_topk
+from pallas_kernels.row_linear import RowNorm, row_linear
+from pallas_kernels.row_linear.arg_specs import ARG_SPECS as ROW_SPECS
 from pallas_kernels.sinkhorn import sinkhorn_kernel
 from pallas_kernels.slot_plan import slot_plan
 
@@ -367,6 +369,29 @@ def test_router_topk_at_real_shapes(E, K, T):
         ("router_topk", [(T, E), (T, K), (T, K)])
     ]
     assert all(operand.offset_bits for operand in kernels[0][1])
+    check_offsets(kernels)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("spec", ROW_SPECS, ids=lambda spec: f"{spec.model} {spec.matrix}")
+def test_row_linear_at_real_shapes(spec, dtype):
+    n_out = spec.N // 2 if spec.gated else spec.N
+    norm = spec.norm and RowNorm(1e-6, spec.norm)
+
+    def run(x, weight, norm_weight, bias, residual):
+        rest = dict(norm_weight=norm_weight, bias=bias, residual=residual)
+        return row_linear(x, weight, norm=norm, gated=spec.gated, **rest, implementation="pallas")
+
+    some = functools.partial(arrays, dtype=jnp.dtype(dtype))
+    kernels = lower(
+        run,
+        some(spec.D),
+        some(spec.N, spec.D),
+        some(spec.D) if norm else None,
+        some(spec.N) if spec.bias else None,
+        some(n_out) if spec.residual else None,
+    )
+    assert [name for name, _ in kernels] == ["row_linear"]
     check_offsets(kernels)
 
 
