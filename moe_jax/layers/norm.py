@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from pallas_kernels.row_linear import RowNorm
+from pallas_kernels.row_norm import RowNorm
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

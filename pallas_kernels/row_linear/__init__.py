@@ -5,9 +5,8 @@ A decode step of one sequence is bound by reading weights once and by the number
 """
 
 from pallas_kernels.row_linear import kernel, ref
-from pallas_kernels.row_linear.spec import NORM_KINDS, RowNorm
 
-__all__ = ["IMPLEMENTATIONS", "NORM_KINDS", "RowNorm", "row_linear"]
+__all__ = ["IMPLEMENTATIONS", "row_linear"]
 
 IMPLEMENTATIONS = ("pallas", "interpret", "xla")
 

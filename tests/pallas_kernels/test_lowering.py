@@ -28,10 +28,13 @@ from pallas_kernels.dequant_gemm.arg_specs import ARG_SPECS, ROWS
 from pallas_kernels.expert_ffn import SILU, ExpertSpec, expert_ffn_decode, expert_ffn_round
 from pallas_kernels.formats import FP8, INT4, MXFP4
 from pallas_kernels.router_topk import Routing, route, router_topk
-from pallas_kernels.row_linear import RowNorm, row_linear
+from pallas_kernels.row_linear import row_linear
 from pallas_kernels.row_linear.arg_specs import ARG_SPECS as ROW_SPECS
+from pallas_kernels.row_norm import RowNorm
 from pallas_kernels.sinkhorn import sinkhorn_kernel
 from pallas_kernels.slot_plan import slot_plan
+from pallas_kernels.turn_heads import HeadNorm, turn_heads
+from pallas_kernels.turn_heads.arg_specs import ARG_SPECS as HEAD_SPECS
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
@@ -392,6 +395,26 @@ def test_row_linear_at_real_shapes(spec, dtype):
         some(n_out) if spec.residual else None,
     )
     assert [name for name, _ in kernels] == ["row_linear"]
+    check_offsets(kernels)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("B", [1, 4])
+@pytest.mark.parametrize("spec", HEAD_SPECS, ids=lambda spec: spec.model)
+def test_turn_heads_at_real_shapes(spec, B, dtype):
+    norm = spec.norm and HeadNorm(RowNorm(1e-6, spec.norm), spec.over_all)
+    some = functools.partial(arrays, dtype=jnp.dtype(dtype))
+    pool, table = some(9000, 64, spec.G, spec.H), some(B, spec.rotary // 2) if spec.rotary else None
+    weights = [some(n * spec.H if spec.over_all else spec.H) if norm else None for n in (spec.N, spec.G)]
+
+    def run(*args):
+        *args, q_weight, k_weight = args
+        rest = dict(query_heads=spec.N, step=spec.step, norm=norm, clip=spec.clip, implementation="pallas")
+        return turn_heads(*args, q_weight=q_weight, k_weight=k_weight, **rest)
+
+    heads = some(B, spec.N * spec.step + 2 * spec.G, spec.H)
+    kernels = lower(run, heads, pool, pool, arrays(B, 512), arrays(B), arrays(B), table, table, *weights)
+    assert [name for name, _ in kernels] == ["turn_heads"]
     check_offsets(kernels)
 
 

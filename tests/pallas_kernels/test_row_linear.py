@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.row_linear import NORM_KINDS, RowNorm, row_linear
+from pallas_kernels.row_linear import row_linear
 from pallas_kernels.row_linear.arg_specs import ARG_SPECS
 from pallas_kernels.row_linear.kernel import PROGRAMS, column_block, row_tiles
 from pallas_kernels.row_linear.kernel import row_linear as with_tiles
+from pallas_kernels.row_norm import NORM_KINDS, RowNorm
 
 
 def operands(n_out, n_in, dtype=np.float32, *, norm=None, bias=False, residual=False, gated=False, seed=0):

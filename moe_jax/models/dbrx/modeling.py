@@ -1,6 +1,5 @@
 """DBRX: the shared decoder with layer norms, clipped projections and a router normalised by a p-norm."""
 
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -9,17 +8,6 @@ from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import LayerNorm
 from moe_jax.models.decoder import Decoder
 from pallas_kernels.router_topk import Routing, route
-
-
-class DbrxAttention(GroupedQueryAttention):
-    """Clips q, k and v to [-clip, clip] before rope."""
-
-    clip: float | None = None
-
-    def condition(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        if self.clip is None:
-            return q, k, v
-        return tuple(jnp.clip(x, -self.clip, self.clip) for x in (q, k, v))
 
 
 class PNormRouter(nnx.Module):
@@ -39,11 +27,10 @@ class DbrxForCausalLM(Decoder):
     """DBRX; the parameters are the shared ones."""
 
     norm_class = LayerNorm
-    attention_class = DbrxAttention
 
     def make_attention(self, layer: int, rngs: nnx.Rngs) -> GroupedQueryAttention:
         attention = super().make_attention(layer, rngs)
-        attention.clip = self.cfg.clip_qkv
+        attention.clip = self.cfg.clip_qkv  # of q, k and v before rope
         return attention
 
     def make_router(self, rngs: nnx.Rngs) -> PNormRouter:

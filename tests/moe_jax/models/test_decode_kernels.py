@@ -24,13 +24,13 @@ FAMILIES = (
 )
 
 
-def run(tiny, tokens):
+def run(tiny, tokens, attention):
     """(logits of the last token [V], jaxpr of the last step) of `tokens` one by one."""
     kv = tiny.cache([len(tokens)])
     one = jnp.ones((1, 1), bool)
 
     def step(params, slabs, token, position, kv):
-        return tiny.apply(params, slabs, token, position, one, kv)[:2]
+        return tiny.apply(params, slabs, token, position, one, kv, attention=attention)[:2]
 
     compiled = jax.jit(step)  # a new function: traced for the implementation of the moment
     for position, token in enumerate(tokens):
@@ -43,9 +43,11 @@ def run(tiny, tokens):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_token_through_the_kernels(name, load_tiny, monkeypatch):
     tiny = load_tiny(name)
-    plain, text = run(tiny, [5, 3])
+    plain, text = run(tiny, [5, 3], "xla")
     assert "pallas_call" not in text
     monkeypatch.setattr(_compat, "default_implementation", lambda: "interpret")
-    through, text = run(tiny, [5, 3])
+    attention = "interpret" if tiny.cfg.attention_kernel else "xla"
+    through, text = run(tiny, [5, 3], attention)
     np.testing.assert_allclose(through, plain, atol=5e-4 if name.startswith("qwen3_5_moe") else 1e-4)
     assert "name=row_linear" in text
+    assert ("name=turn_heads" in text) == (attention == "interpret" and not name.startswith("deepseek"))

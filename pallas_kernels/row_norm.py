@@ -1,4 +1,4 @@
-"""Norms that the kernel computes on its way."""
+"""RMS norms that kernels compute on their way."""
 
 import math
 from dataclasses import dataclass
