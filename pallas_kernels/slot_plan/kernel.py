@@ -260,7 +260,8 @@ def slot_plan(
         body,
         grid=(1,),
         out_shape=(*map(i32, sizes), *(jax.ShapeDtypeStruct(table.shape, table.dtype) for table in tables)),
-        num_warps=4,
+        # Above 8192 experts under global scope a thread of 128 would spill (Qwen3-235B: 508 bytes, by ptxas).
+        num_warps=4 if layers * experts <= 8192 else 8,
         num_stages=1,
         name="slot_plan",
         input_output_aliases=aliases,
