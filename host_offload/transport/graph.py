@@ -62,6 +62,15 @@ class GraphTransport(Transport):
             error=jnp.zeros((1,), jnp.int32),
         )
 
+    @property
+    def _policy_fused(self) -> bool:
+        """Whether the plan's kernel keeps the policy's accounts too; other policies are XLA before it."""
+        return self.plans and self.implementation != "xla" and is_elementwise(self.policy)
+
+    @property
+    def policy_path(self):
+        return "plan kernel" if self._policy_fused else "xla" if self.plans else "none"
+
     def serves(self, policy):
         """The policy is part of the program: the same, or one made alike. Which member of a set decides is a value."""
         return _alike(policy, self.policy)
@@ -155,16 +164,14 @@ class GraphTransport(Transport):
     def _decode(self, layer, x, ids, weights, scores, live, state, pool, control):
         E = self.spec.E
         pairs = ids.reshape(-1)
-        kernel = self.implementation != "xla"
-        # The plan's kernel does the accounts of an elementwise policy too; others come before it.
-        fused = kernel and self.plans and is_elementwise(self.policy)
+        fused = self._policy_fused
         if fused:
             t, need = None, None
         else:
             need = event_need(ids, live, E)
             t, state = self._observe(layer, need, scores, live, state)
         with jax.named_scope("plan"):
-            if kernel:
+            if self.implementation != "xla":
                 listed, tables, policy = slot_plan(
                     pairs,
                     jnp.repeat(live, ids.shape[1]).astype(jnp.int32),

@@ -33,6 +33,11 @@ def project(x: Array, weight: Array) -> Array:
     )
 
 
+def row_implementation(rows: int) -> str:
+    """What `Linear` runs for `rows` rows: an implementation of `row_linear`, which takes one row; else "xla"."""
+    return _compat.default_implementation() if rows == 1 else "xla"
+
+
 class Linear(nnx.Module):
     """y = x @ W.T (+ b), W [out, in], b [out] only with `bias`; the result has x's dtype."""
 
@@ -55,8 +60,8 @@ class Linear(nnx.Module):
 
     def _one_row(self, x: Array | Normed, residual: Array | None = None, gated: bool = False) -> Array | None:
         """As `__call__` by the kernel, or None where it is not for x; `gated` as of `row_linear`."""
-        implementation = _compat.default_implementation()
-        if implementation == "xla" or math.prod(x.shape[:-1]) != 1:
+        implementation = row_implementation(math.prod(x.shape[:-1]))
+        if implementation == "xla":
             return None
         norm = x.row_norm if isinstance(x, Normed) else None
         row = x.x if norm else value_of(x)
