@@ -18,6 +18,7 @@ import numpy as np
 from _case import ROTATE_BYTES, Case, fill, relative, sets_for, unequal
 from _gemm_cases import dequant_gemm, gemm_lines
 from _released import CONFIGS
+from _row_cases import head_lines, heads, routing, row_linear, row_lines
 
 from host_offload.plan import apply, plan_event
 from moe_jax.engine.engine import block_rows
@@ -433,7 +434,7 @@ def plan(shape: str, misses: int, small: bool) -> Case:
         def call(data, state, j):
             live, old = jnp.ones((K,), jnp.int32), [state[name] for name in names]
             operands = data["ids"][j], live, jnp.asarray(control), data["priority"][j], *old
-            _, new = slot_plan(*operands, layer=0, interpret=implementation == "interpret")
+            _, new, _ = slot_plan(*operands, layer=0, interpret=implementation == "interpret")
             return dict(zip(names, new, strict=True))
 
         return rule if implementation == "xla" else call
@@ -474,6 +475,10 @@ def entries(batches: tuple[int, ...], small: bool) -> list[Entry]:
         return [entry("expert_ffn", *at, f"B{batch}", expert_ffn, at[1], batch) for at in by_format]
 
     found = decode_at(batches[0])
+    for line in row_lines(small):
+        found.append(entry("row_linear", *line, row_linear, line[2]))
+    for line in head_lines(small):
+        found.append(entry("turn_heads", *line, heads))
     for batch, context in CONTEXTS:
         size = f"B{batch} S{context}"
         found += [entry("paged_attention", shape, "bf16", size, attention, batch, context) for shape in ATTENTION]
@@ -486,6 +491,9 @@ def entries(batches: tuple[int, ...], small: bool) -> list[Entry]:
         found.append(entry("slot_plan", "qwen3-30b-a3b", "i32", f"miss{misses}", plan, misses))
     for tokens in (1, 4096):
         found.append(entry("router_topk", "qwen3-30b-a3b", "f32", f"T{tokens}", topk, tokens))
+        experts = experts_of("qwen3-30b-a3b", "bf16", small)
+        choose = functools.partial(routing, "qwen3-30b-a3b", experts.E, experts.K, tokens)
+        found.append(Entry("route", "qwen3-30b-a3b", "bf16", f"T{tokens}", choose))
         matrices = functools.partial(doubly_stochastic, "deepseek-v4-flash", tokens)
         found.append(Entry("sinkhorn", "deepseek-v4-flash", "f32", f"T{tokens}", matrices))
     for batch in batches[1:]:

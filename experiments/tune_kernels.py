@@ -18,12 +18,14 @@ import typer
 from _gemm_cases import gemm_of
 from _kernel_cases import PAGE, Entry, experts_of
 from _outputs import write_json
+from _row_cases import row_of
 from bench_kernels import Ready, compiled_or_dry, find_rates, measure, prepare, prepare_all, select, workers
 from rich.console import Console
 from rich.table import Table
 from typer import Option
 
 from pallas_kernels import tile_table
+from pallas_kernels._compat import next_power_of_2
 from pallas_kernels.dequant_gemm.arg_specs import ArgSpec
 from pallas_kernels.dequant_gemm.kernel import gemm_key, gemm_tiles
 from pallas_kernels.dequant_gemm.weights import most_columns
@@ -32,12 +34,14 @@ from pallas_kernels.expert_ffn.grouped import grouped_key, grouped_tiles
 from pallas_kernels.expert_ffn.packed import unit_words
 from pallas_kernels.formats import FP8, Dense
 from pallas_kernels.paged_attention.kernel import partial_key, partial_tiles
+from pallas_kernels.row_linear.arg_specs import ArgSpec as RowSpec
+from pallas_kernels.row_linear.kernel import row_key, row_tiles
 
 app = typer.Typer(add_completion=False)
 console = Console(width=170)
 
 # Not expert_ffn_deposit: it has the tiles of expert_ffn, or a result would depend on what was resident.
-TUNABLE = ("dequant_gemm", "expert_ffn", "expert_ffn_prefill", "paged_attention")
+TUNABLE = ("dequant_gemm", "expert_ffn", "expert_ffn_prefill", "paged_attention", "row_linear")
 # Sums that a thread keeps in registers, of which it has 255: more spill, and with fewer it has nothing to do.
 REGISTERS = range(4, 129)
 
@@ -54,6 +58,10 @@ def class_of(entry: Entry, batch: int, small: bool) -> tuple[str, Tiles]:
         spec, rows = gemm_of(entry.shape, entry.format, entry.size, small)
         operands = spec.N, spec.D, rows, spec.form
         return gemm_key(*operands), gemm_tiles(*operands)
+    if entry.op == "row_linear":
+        spec = row_of(entry.shape, entry.size, small)
+        operands = spec.N // 2 if spec.gated else spec.N, spec.D, 2, spec.gated
+        return row_key(*operands), row_tiles(*operands)
     experts = experts_of(entry.shape, entry.format, small)
     if entry.op == "expert_ffn_prefill":
         operands = experts.F, experts.D, 2, experts.spec
@@ -69,6 +77,8 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
         return [{}, *(dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))]
     if entry.op == "dequant_gemm":
         return gemm_variants(*gemm_of(entry.shape, entry.format, entry.size, small), base)
+    if entry.op == "row_linear":
+        return row_variants(row_of(entry.shape, entry.size, small), base)
     experts = experts_of(entry.shape, entry.format, small)
     found: list[Tiles] = [{}]
     for kernel, n_out, n_in in (("gate_up", experts.F, experts.D), ("down", experts.D, experts.F)):
@@ -86,7 +96,9 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
             tiles = dict(zip(grid, values, strict=True))
             if tiles == {name: base[kernel][name] for name in grid} or n_out % tiles["block_out"]:
                 continue
-            if n_in % (tiles.get("block_in", 1) * tiles.get("unroll", 1)) or (isinstance(form, FP8) and form.block % tiles["block_out"]):
+            if n_in % (tiles.get("block_in", 1) * tiles.get("unroll", 1)) or (
+                isinstance(form, FP8) and form.block % tiles["block_out"]
+            ):
                 continue
             single = entry.op != "expert_ffn_prefill" and batch == 1
             if not single and (tiles["block_out"] < 16 or tiles.get("units", 1) > 2):
@@ -123,6 +135,19 @@ def gemm_variants(spec: ArgSpec, rows: int, base: Tiles) -> list[Tiles]:
         steps = -(-spec.D // tiles["block_in"])
         shared = steps % (tiles["splits"] * tiles["unroll"]) == 0 or (tiles["unroll"] == 1 and tiles["splits"] <= steps)
         if tiles != base and shared and sums in REGISTERS and tiles["num_warps"] * 16 <= tiles["block_out"]:
+            found.append(tiles)
+    return found
+
+
+def row_variants(spec: RowSpec, base: Tiles) -> list[Tiles]:
+    """Overrides of the tiles of one row's product; wider tiles than the row would be mostly masked."""
+    most = next_power_of_2(spec.D)
+    grid = {"block_out": (1, 2, 4, 8, 16), "block_in": (256, 512, 1024, 2048, 4096), "num_warps": (2, 4, 8)}
+    found: list[Tiles] = [{}]
+    for values in itertools.product(*grid.values()):
+        tiles = dict(zip(grid, values, strict=True))
+        sums = tiles["block_out"] * tiles["block_in"] * (2 if spec.gated else 1) // (32 * tiles["num_warps"])
+        if tiles["block_in"] <= most and sums in REGISTERS and tiles != {name: base[name] for name in grid}:
             found.append(tiles)
     return found
 

@@ -116,6 +116,56 @@ def set_row(xp, array, layer, row):
     return array.at[layer].set(row, mode="promise_in_bounds")
 
 
+class ElementwisePolicy(Policy):
+    """Base of policies that judge an expert by numbers of its own and the clock: give `seen` and `worth` instead of
+    `observe` and `priority`.
+
+    The kernel of the slot plan (`pallas_kernels/slot_plan`) then evaluates them in place, on whole arrays in registers;
+    other policies are kernels of their own before it. State: [L, E] arrays, at least one, and scalars, which only
+    `reset` may change. Beside arithmetic, `xp.where` and comparisons the kernel knows no gathers, sorts or sums.
+    """
+
+    uses_scores = False
+
+    def seen(self, xp, own, need, t):
+        """Returns an expert's numbers after an event of its layer.
+
+        `own`: the state, with an expert's entry in the place of each [L, E] array: arrays of one shape, whatever it
+        is; `need`: bool of that shape, whether the event needs the expert; `t` int32 scalar. Entries that stay as they
+        are must be returned as the very same objects.
+        """
+        raise NotImplementedError(f"policy {self.name!r}: neither `seen` nor `observe`")
+
+    def worth(self, xp, own, t, L):
+        """Returns float32 of the shape of the entries of `own`, the priority at clock `t`; `L` layers, a Python int."""
+        raise NotImplementedError(f"policy {self.name!r}: neither `worth` nor `priority`")
+
+    def observe(self, xp, state, layer, need, scores, t):
+        own = {name: value[layer] if value.ndim else value for name, value in state.items()}
+        new = self.seen(xp, own, need, t)
+        changed = [name for name in state if new[name] is not own[name]]
+        for name in changed:
+            if not state[name].ndim:
+                raise TypeError(
+                    f"policy {self.name!r}: `seen` changes the scalar {name!r}; only [L, E] arrays may change"
+                )
+        return {**state, **{name: set_row(xp, state[name], layer, new[name]) for name in changed}}
+
+    def priority(self, xp, state, layer, expert, t):
+        own = {name: value[layer, expert] if value.ndim else value for name, value in state.items()}
+        return self.worth(xp, own, t, next(len(value) for value in state.values() if value.ndim))
+
+
+def is_elementwise(policy):
+    """Whether `seen` and `worth` are all there is to `policy`: a kernel may evaluate them."""
+    if type(policy) is PolicySet:
+        return all(map(is_elementwise, policy.policies))
+    plain = all(
+        getattr(type(policy), name) is getattr(ElementwisePolicy, name, None) for name in ("observe", "priority")
+    )
+    return plain and not policy.in_cache and not policy.host_only
+
+
 # ------------------------------------------------------------------------------------------------------------- registry
 
 _REGISTRY: dict[str, type[Policy] | Policy] = {}
@@ -162,7 +212,7 @@ def list_policies():
 # ------------------------------------------------------------------------------------------------------------ built-ins
 
 
-class AccessPolicy(Policy):
+class AccessPolicy(ElementwisePolicy):
     """Base of policies that rank by how often and how lately an expert was needed.
 
     State: `count` [L, E] int32, events that needed the expert since the last `reset`; `last` [L, E] int32, the clock of
@@ -170,15 +220,12 @@ class AccessPolicy(Policy):
     """
 
     shares = "access"
-    uses_scores = False
 
     def init(self, xp, L, E, seed):
         return {"count": xp.zeros((L, E), xp.int32), "last": xp.full((L, E), -1, xp.int32)}
 
-    def observe(self, xp, state, layer, need, scores, t):
-        count = set_row(xp, state["count"], layer, state["count"][layer] + need)
-        last = set_row(xp, state["last"], layer, xp.where(need, t, state["last"][layer]))
-        return {"count": count, "last": last}
+    def seen(self, xp, own, need, t):
+        return {**own, "count": own["count"] + need, "last": xp.where(need, t, own["last"])}
 
     def reset(self, xp, state):
         if xp is np:
@@ -196,8 +243,8 @@ class LRU(AccessPolicy):
 
     name = "lru"
 
-    def priority(self, xp, state, layer, expert, t):
-        return -(t - state["last"][layer, expert]).astype(xp.float32)
+    def worth(self, xp, own, t, L):
+        return -(t - own["last"]).astype(xp.float32)
 
 
 @register
@@ -206,8 +253,8 @@ class LFU(AccessPolicy):
 
     name = "lfu"
 
-    def priority(self, xp, state, layer, expert, t):
-        return state["count"][layer, expert].astype(xp.float32)
+    def worth(self, xp, own, t, L):
+        return own["count"].astype(xp.float32)
 
 
 @register
@@ -219,14 +266,13 @@ class LFRU(AccessPolicy):
 
     name = "lfru"
 
-    def priority(self, xp, state, layer, expert, t):
-        L = state["count"].shape[0]
-        age = (t - state["last"][layer, expert] + L).astype(xp.float32)
-        return quotient(xp, state["count"][layer, expert].astype(xp.float32) * L, age)
+    def worth(self, xp, own, t, L):
+        age = (t - own["last"] + L).astype(xp.float32)
+        return quotient(xp, own["count"].astype(xp.float32) * L, age)
 
 
 @register
-class StaticPin(Policy):
+class StaticPin(ElementwisePolicy):
     """Pins the experts that a calibration run used most, and never learns: priority = frequency.
 
     `frequency`: a non-negative [L, E] array, a `Trace`, or the path of a trace or of an `.npz` with an array
@@ -234,7 +280,6 @@ class StaticPin(Policy):
     """
 
     name = "static"
-    uses_scores = False
 
     def __init__(self, frequency=None):
         if isinstance(frequency, str | os.PathLike):
@@ -256,11 +301,11 @@ class StaticPin(Policy):
             raise ValueError(f"static policy: frequency has shape {rank.shape}, the model needs [L, E] = {(L, E)}")
         return {"rank": xp.array(rank, xp.float32)}
 
-    def observe(self, xp, state, layer, need, scores, t):
-        return state
+    def seen(self, xp, own, need, t):
+        return own
 
-    def priority(self, xp, state, layer, expert, t):
-        return state["rank"][layer, expert]
+    def worth(self, xp, own, t, L):
+        return own["rank"]
 
 
 def _load_frequency(path):
@@ -322,6 +367,18 @@ class PolicySet(Policy):
         for index, (policy, key) in enumerate(zip(self.policies, self._keys, strict=True)):
             value = policy.priority(xp, state[key], layer, expert, t)
             chosen = value if chosen is None else xp.where(state["select"] == index, value, chosen)
+        return chosen
+
+    def seen(self, xp, own, need, t):
+        """As of `ElementwisePolicy`, if all members are such."""
+        return {**own, **{key: policy.seen(xp, own[key], need, t) for key, policy in self._groups.items()}}
+
+    def worth(self, xp, own, t, L):
+        """As of `ElementwisePolicy`, if all members are such."""
+        chosen = None
+        for index, (policy, key) in enumerate(zip(self.policies, self._keys, strict=True)):
+            value = policy.worth(xp, own[key], t, L)
+            chosen = value if chosen is None else xp.where(own["select"] == index, value, chosen)
         return chosen
 
     def bound(self, xp, state, capacity, global_scope):

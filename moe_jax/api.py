@@ -399,7 +399,9 @@ class MoE:
         """What happened: `last` call and `total` since `reset_stats()`, cache settings, resident set and memory plan.
 
         Each of `last` and `total` has `prefill` and `decode` apart (hits, misses, bypasses, evictions, bytes moved, per
-        layer too), `ttft_seconds` (without compilation) and `seconds_per_token`. `experts` names the formats in which
+        layer too), `ttft_seconds` (without compilation) and `seconds_per_token`. `kernel`, `decode_attention` and
+        `decode_rows` (by sequences: the linear layers) name the code of decode, `policy_path` where the policy runs:
+        "plan kernel", "xla", "host" or "none". `experts` names the formats in which
         experts rest and are computed, `dense_weights` what was done to packed dense ones when they were loaded.
         `lookahead`: rows that long prompts moved to the next layer ahead of its router, since the transport was chosen.
         `load_seconds` includes `pool_seconds`: allocating pinned memory and filling it (None without a pool). `disk`:
@@ -418,7 +420,9 @@ class MoE:
             "kernel": [transport.kernel] * spec.L,
             "decode_attention": {rows: engine.attention(rows, 1) for rows in (1, self.config.max_batch)},
             "transport": {"name": transport.name, "why": self._plan.transport_why},
+            "decode_rows": {rows: engine.row_kernels(rows) for rows in (1, self.config.max_batch)},
             "policy": self._chosen.name,
+            "policy_path": transport.policy_path,
             "scope": budget.scope,
             "contract": self.config.contract,
             "slots": {"total": budget.total, "per_layer": list(budget.per_layer), "source": budget.source},

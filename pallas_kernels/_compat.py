@@ -23,6 +23,7 @@ warnings.filterwarnings("ignore", message=".*Pallas.*Triton.*", category=Depreca
 __all__ = [
     "call",
     "cdiv",
+    "default_implementation",
     "divisor_block",
     "fma",
     "kernels_run_compiled",
@@ -52,6 +53,11 @@ def divisor_block(size: int, largest: int) -> int:
 def kernels_run_compiled() -> bool:
     """True when the default backend compiles Pallas-Triton kernels (an NVIDIA GPU)."""
     return jax.default_backend() == "gpu"
+
+
+def default_implementation() -> str:
+    """What an operation runs where its caller does not say: "pallas" where kernels run compiled, else "xla"."""
+    return "pallas" if kernels_run_compiled() else "xla"
 
 
 _interpreted = contextvars.ContextVar("interpreted", default=False)

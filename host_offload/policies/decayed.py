@@ -3,14 +3,14 @@
 import numpy as np
 
 from host_offload.policies.common import check_share, truncated
-from host_offload.policy import Policy, register, set_row
+from host_offload.policy import ElementwisePolicy, Policy, register, set_row
 
 ONE = 2**12  # fixed point of a count: the largest sum of a fading series stays below 2^24, where float32 is exact
 TABLE = 4096  # ages of LRFU in steps; older ones count as the oldest
 
 
 @register
-class DecayedLFU(Policy):
+class DecayedLFU(ElementwisePolicy):
     """Accesses that fade by the factor `decay` at every event of their layer: f <- decay * f + need; priority = f.
 
     Aging as in Robinson and Devarakonda, SIGMETRICS 1990, with a step for a period. State: `count` [L, E] int32, f in
@@ -18,7 +18,6 @@ class DecayedLFU(Policy):
     """
 
     name = "lfu-decayed"
-    uses_scores = False
 
     def __init__(self, decay=0.9):
         self.decay = check_share(self.name, "decay", decay, 0, 0.999)
@@ -26,12 +25,12 @@ class DecayedLFU(Policy):
     def init(self, xp, L, E, seed):
         return {"count": xp.zeros((L, E), xp.int32), "decay": xp.asarray(self.decay, xp.float32)}
 
-    def observe(self, xp, state, layer, need, scores, t):
-        count = truncated(xp, state["count"][layer], state["decay"]) + xp.where(need, ONE, 0).astype(xp.int32)
-        return {**state, "count": set_row(xp, state["count"], layer, count)}
+    def seen(self, xp, own, need, t):
+        count = truncated(xp, own["count"], own["decay"]) + xp.where(need, ONE, 0).astype(xp.int32)
+        return {**own, "count": count}
 
-    def priority(self, xp, state, layer, expert, t):
-        return state["count"][layer, expert].astype(xp.float32)
+    def worth(self, xp, own, t, L):
+        return own["count"].astype(xp.float32)
 
 
 @register

@@ -94,6 +94,11 @@ class Transport(abc.ABC):
         why = f" ({self.without_kernel})" if self.ffn_implementation != self.implementation else ""
         return f"{self.name}/{how}{why}"
 
+    @property
+    @abc.abstractmethod
+    def policy_path(self) -> str:
+        """Where the policy of a decode event runs, for stats."""
+
     @abc.abstractmethod
     def create_state(self):
         """A new, empty cache state with banks on the device."""

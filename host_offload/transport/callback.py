@@ -30,6 +30,7 @@ class CallbackTransport(Transport):
     """
 
     name = "callback"
+    policy_path = "host"
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.plan import apply, plan_event
-from host_offload.policy import PolicySet
+from host_offload.policy import PolicySet, is_elementwise
 from host_offload.schedule import Schedule, schedule_rounds
 from host_offload.slots import BYPASSES, EVICTIONS, HITS, MISSES, SlotCache, control_vector, empty_banks
 from host_offload.transport.base import StateLost, Transport, combine_decode, event_need, event_scores, record
@@ -64,6 +64,15 @@ class GraphTransport(Transport):
             step=jnp.zeros((), jnp.int32),
             error=jnp.zeros((1,), jnp.int32),
         )
+
+    @property
+    def _policy_fused(self) -> bool:
+        """Whether the plan's kernel keeps the policy's accounts too; other policies are XLA before it."""
+        return self.plans and self.implementation != "xla" and is_elementwise(self.policy)
+
+    @property
+    def policy_path(self):
+        return "plan kernel" if self._policy_fused else "xla" if self.plans else "none"
 
     def serves(self, policy):
         """The policy is part of the program: the same, or one made alike. Which member of a set decides is a value."""
@@ -158,31 +167,27 @@ class GraphTransport(Transport):
     def _decode(self, layer, x, ids, weights, scores, live, state, pool, control):
         E = self.spec.E
         pairs = ids.reshape(-1)
-        need = event_need(ids, live, E)
-        t, state = self._observe(layer, need, scores, live, state)
+        fused = self._policy_fused
+        if fused:
+            t, need = None, None
+        else:
+            need = event_need(ids, live, E)
+            t, state = self._observe(layer, need, scores, live, state)
         with jax.named_scope("plan"):
-            if self.implementation == "xla":
-                plan = self._plan(layer, need, state, control, t)
-                order = jnp.argsort(~need, stable=True).astype(jnp.int32)
-                expert = jnp.arange(E, dtype=jnp.int32)
-                rows = jnp.where(plan.miss, plan.dest, state.slot_of[layer])[order]
-                src = jnp.where(plan.miss, expert, -1)[order]
-                deposit = plan.admit[order].astype(jnp.int32)
-                count = jnp.sum(need, dtype=jnp.int32)[None]
-                entry = (jnp.cumsum(need, dtype=jnp.int32) - 1)[pairs]
-                entry = jnp.where(jnp.repeat(live, ids.shape[1]), entry, 0)
-                state = self._apply(plan, state)
-            else:
-                listed, tables = slot_plan(
+            if self.implementation != "xla":
+                listed, tables, policy = slot_plan(
                     pairs,
                     jnp.repeat(live, ids.shape[1]).astype(jnp.int32),
                     control,
-                    self._priority_grid(state, t),
+                    None if fused else self._priority_grid(state, t),
                     state.slot_of.reshape(-1),
                     state.owner,
                     state.counters.reshape(-1),
                     state.resident,
                     layer=layer,
+                    policy=self.policy if fused else None,
+                    state=state.policy if fused else None,
+                    step=state.step if fused else None,
                     interpret=self.implementation == "interpret",
                 )
                 rows, src, deposit, count, entry = (listed[k] for k in ("rows", "src", "deposit", "count", "entry"))
@@ -193,7 +198,19 @@ class GraphTransport(Transport):
                     owner=owner,
                     counters=counters.reshape(state.counters.shape),
                     resident=resident,
+                    policy=policy if fused else state.policy,
                 )
+            else:
+                plan = self._plan(layer, need, state, control, t)
+                order = jnp.argsort(~need, stable=True).astype(jnp.int32)
+                expert = jnp.arange(E, dtype=jnp.int32)
+                rows = jnp.where(plan.miss, plan.dest, state.slot_of[layer])[order]
+                src = jnp.where(plan.miss, expert, -1)[order]
+                deposit = plan.admit[order].astype(jnp.int32)
+                count = jnp.sum(need, dtype=jnp.int32)[None]
+                entry = (jnp.cumsum(need, dtype=jnp.int32) - 1)[pairs]
+                entry = jnp.where(jnp.repeat(live, ids.shape[1]), entry, 0)
+                state = self._apply(plan, state)
         state = self._commit(layer, t, state)
         distinct = min(E, pairs.shape[0])
         with jax.named_scope("expert_ffn"):

@@ -22,6 +22,7 @@ from moe_jax.errors import MoEJaxError, TransportError
 from moe_jax.generation.sampling import initial_seen, sampler_arrays, switches
 from moe_jax.generation.stopping import eos_array
 from moe_jax.layers.attention import choose_implementation
+from moe_jax.layers.linear import row_implementation
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,10 @@ class Engine:
             sinks=cfg.attention_sinks,
             kernel=cfg.attention_kernel,
         )
+
+    def row_kernels(self, rows: int) -> str:
+        """Code of the linear layers of a decode step of `rows` sequences, see `Linear`."""
+        return row_implementation(rows)
 
     def _create_pages(self):
         """Empty pages of all layers, shared by the sequences of every batch; states belong to a batch (`Run._open`)."""

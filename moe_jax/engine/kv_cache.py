@@ -182,7 +182,7 @@ class PagedKV:
             .set(value.astype(pools[name].dtype), mode="promise_in_bounds")
             for name, value in tensors.items()
         }
-        return replace(self, pages=(*self.pages[:layer], new, *self.pages[layer + 1 :]))
+        return self.with_pages(layer, new)
 
     def settled(self, layer: int) -> "PagedKV":
         """The same cache, with the pages of `layer` (static) kept whole between what wrote and what reads them.
@@ -190,8 +190,14 @@ class PagedKV:
         XLA may fuse a write of one token into the gather that follows, which then reads the old pool while the write
         updates it: it copies the pool, twice (seen on CPU with latents; the optimised HLO of keys and values has none).
         """
-        pools = jax.lax.optimization_barrier(self.pages[layer])
-        return replace(self, pages=(*self.pages[:layer], pools, *self.pages[layer + 1 :]))
+        return self.with_pages(layer, jax.lax.optimization_barrier(self.pages[layer]))
+
+    def with_pages(self, layer: int, pools: Mapping[str, Array]) -> "PagedKV":
+        """The same cache with new pools of `layer` (static): name -> [num_pages, page_entries, *shape], all names."""
+        old = self.pages[layer]
+        if pools.keys() != old.keys():
+            raise ValueError(f"layer {layer} has the pools {sorted(old)}, not {sorted(pools)}")
+        return replace(self, pages=(*self.pages[:layer], dict(pools), *self.pages[layer + 1 :]))
 
     def gather(self, layer: int, name: str, page_numbers: Array | None = None) -> Array:
         """The tensor `name` of `layer` in sequence order, [B, pages * page_entries, *shape].

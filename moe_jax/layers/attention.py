@@ -14,9 +14,12 @@ from jax import Array
 
 from moe_jax.engine.kv_cache import PagedKV
 from moe_jax.layers.linear import Linear, matmul_precision
+from moe_jax.layers.norm import Normed
 from moe_jax.layers.query_blocks import by_blocks, fitting_block
 from moe_jax.layers.rope import apply_rope
 from pallas_kernels.paged_attention import paged_decode_attention
+from pallas_kernels.row_norm import RowNorm
+from pallas_kernels.turn_heads import HeadNorm, turn_heads
 
 Implementation = Literal["xla", "cudnn", "pallas", "interpret"]
 
@@ -257,8 +260,9 @@ def blocked_attention(
 class GroupedQueryAttention(nnx.Module):
     """Projections, rope, cache write and attention of one layer.
 
-    Families that treat queries, keys and values between the projection and rope override `condition`. With `gated`,
-    each query head of `qkv` is followed by a gate of H components, whose sigmoid multiplies the head's output.
+    With `gated`, each query head of `qkv` is followed by a gate of H components, whose sigmoid multiplies the head's
+    output. A family sets what happens between the projection and rope: norms `q_norm` and `k_norm` over each head, or
+    with `norm_over_all` over all query heads together and all key heads, then `clip`, to +-clip, of q, k and v.
 
     Args:
         layer: number of the layer in the KV cache.
@@ -268,6 +272,10 @@ class GroupedQueryAttention(nnx.Module):
     """
 
     gated: bool = False
+    q_norm: nnx.Module | None = None
+    k_norm: nnx.Module | None = None
+    norm_over_all: bool = False
+    clip: float | None = None
 
     def __init__(
         self,
@@ -295,24 +303,70 @@ class GroupedQueryAttention(nnx.Module):
         self.layer = layer
         self.window = window
 
-    def condition(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """Hook between the head split and rope: q [B, T, N, H], k and v [B, T, G, H] -> the same shapes."""
+    def _condition(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """Norm and clip of q [B, T, N, H], k and v [B, T, G, H]; the same shapes."""
+        if self.q_norm is not None:
+            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        if self.clip is not None:
+            q, k, v = (jnp.clip(x, -self.clip, self.clip) for x in (q, k, v))
         return q, k, v
 
-    def __call__(self, x: Array, kv: PagedKV, call: AttentionCall) -> tuple[Array, PagedKV]:
-        """x [B, T, D] -> (output [B, T, D], kv with this layer's new keys and values written)."""
+    def _normed(self, x: Array, norm: nnx.Module) -> Array:
+        if not self.norm_over_all:
+            return norm(x)
+        return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+
+    def _turn_heads(self, heads: Array, kv: PagedKV, call: AttentionCall) -> tuple[Array, PagedKV]:
+        """All between projection and attention in a kernel: heads [B, 1, M, H] -> (q [B, 1, N, H], kv)."""
+        pages = kv.pages[self.layer]
+        norms = {}
+        if self.q_norm is not None:
+            row = RowNorm(self.q_norm.eps, self.q_norm.kind)
+            norms = dict(norm=HeadNorm(row, self.norm_over_all))
+            norms |= dict(q_weight=self.q_norm.weight[...], k_weight=self.k_norm.weight[...])
+        q, k, v = turn_heads(
+            one_token(heads),
+            pages["k"],
+            pages["v"],
+            kv.page_table,
+            one_token(call.positions),
+            one_token(call.live).astype(jnp.int32),
+            None if call.cos is None else one_token(call.cos),
+            None if call.sin is None else one_token(call.sin),
+            query_heads=self.num_heads,
+            step=self.query_rows // self.num_heads,
+            clip=self.clip,
+            **norms,
+            implementation=call.implementation,
+        )
+        return q[:, None], kv.with_pages(self.layer, {"k": k, "v": v})
+
+    def __call__(
+        self, x: Array | Normed, kv: PagedKV, call: AttentionCall, *, residual: Array | None = None
+    ) -> tuple[Array, PagedKV]:
+        """x [B, T, D] -> (output [B, T, D], kv with this layer's new keys and values written).
+
+        The output is added to `residual` [B, T, D] if there is one.
+        """
         B, T, _ = x.shape
         N, G, H = self.num_heads, self.num_kv_heads, self.head_dim
         with jax.named_scope("qkv"):
             heads = self.qkv(x).reshape(B, T, self.query_rows + 2 * G, H)
-            q, k, v = jnp.split(heads, (self.query_rows, self.query_rows + G), axis=2)
+        fused = call.implementation in KERNELS
+        if fused:
+            with jax.named_scope("turn_heads"):
+                q, kv = self._turn_heads(heads, kv, call)
+        with jax.named_scope("qkv"):
+            queries, k, v = jnp.split(heads, (self.query_rows, self.query_rows + G), axis=2)
             if self.gated:
-                q, gate = jnp.moveaxis(q.reshape(B, T, N, 2, H), 3, 0)
-            q, k, v = self.condition(q, k, v)
-            if call.cos is not None:
-                q, k = apply_rope(q, call.cos, call.sin), apply_rope(k, call.cos, call.sin)
-        with jax.named_scope("kv_write"):
-            kv = kv.write(self.layer, {"k": k, "v": v}, call.positions, call.live)
+                queries, gate = jnp.moveaxis(queries.reshape(B, T, N, 2, H), 3, 0)
+        if not fused:
+            with jax.named_scope("qkv"):
+                q, k, v = self._condition(queries, k, v)
+                if call.cos is not None:
+                    q, k = apply_rope(q, call.cos, call.sin), apply_rope(k, call.cos, call.sin)
+            with jax.named_scope("kv_write"):
+                kv = kv.write(self.layer, {"k": k, "v": v}, call.positions, call.live)
         with jax.named_scope("attention"):
             scale = H**-0.5
             sinks = None if self.sinks is None else self.sinks[...]
@@ -342,4 +396,4 @@ class GroupedQueryAttention(nnx.Module):
         with jax.named_scope("attention_out"):
             if self.gated:
                 out = out * jax.nn.sigmoid(gate)
-            return self.out(out.reshape(B, T, N * H)), kv
+            return self.out(out.reshape(B, T, N * H), residual=residual), kv

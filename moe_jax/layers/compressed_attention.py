@@ -21,7 +21,7 @@ from moe_jax.layers.attention import MAX_SCORES, AttentionCall
 from moe_jax.layers.compressor import Compressor, pending
 from moe_jax.layers.indexer import Indexer
 from moe_jax.layers.linear import Linear, matmul_precision
-from moe_jax.layers.norm import Float32RMSNorm, rms_norm
+from moe_jax.layers.norm import Float32RMSNorm, Normed, rms_norm, value_of
 from moe_jax.layers.query_blocks import MIN_BLOCK, by_blocks, fitting_block
 from moe_jax.layers.rope import Rope
 
@@ -212,8 +212,10 @@ class CompressedAttention(nnx.Module):
         with jax.named_scope("indexer"):
             return take, self.indexer(x, q_low, positions, stored("index"), seen)
 
-    def __call__(self, x: Array, kv: PagedKV, call: AttentionCall) -> tuple[Array, PagedKV]:
-        """x [B, T, D] -> (output [B, T, D], kv with this layer's entries and states after the live tokens)."""
+    def __call__(
+        self, x: Array | Normed, kv: PagedKV, call: AttentionCall, *, residual: Array | None = None
+    ) -> tuple[Array, PagedKV]:
+        """x [B, T, D] -> (output, plus `residual` if any; kv with the entries and states after the live tokens)."""
         if call.implementation != "xla":
             raise ValueError(
                 f'attention implementation {call.implementation!r}: must be "xla" where keys are compressed'
@@ -224,6 +226,7 @@ class CompressedAttention(nnx.Module):
         start = kv.lengths - count
         with jax.named_scope("qkv"):
             q_low, key = jnp.split(self.qkv(x), (self.q_rank,), axis=-1)
+            x = value_of(x)
             q_low = self.q_norm(q_low)
             q = rms_norm(self.q_up(q_low).reshape(B, T, N, H), jnp.ones((), x.dtype), self.eps)
             q = self.rope.turn(q, call.positions)
@@ -248,4 +251,4 @@ class CompressedAttention(nnx.Module):
             precision = matmul_precision(x.dtype)
             low = jnp.einsum("btgi,gri->btgr", out, down, precision=precision, preferred_element_type=jnp.float32)
             low = low.astype(x.dtype).reshape(B, T, -1)
-            return self.out(low), kv.with_states(self.layer, states)
+            return self.out(low, residual=residual), kv.with_states(self.layer, states)

@@ -14,7 +14,7 @@ from moe_jax.engine.kv_cache import LayerCache, PagedKV, StateTensor
 from moe_jax.layers.attention import AttentionCall
 from moe_jax.layers.causal_conv import causal_conv
 from moe_jax.layers.linear import Linear, matmul_precision
-from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.norm import Normed, RMSNorm
 
 CHUNK = 64  # tokens that one triangular system holds; the length the authors' kernels use
 
@@ -185,8 +185,10 @@ class GatedDeltaNet(nnx.Module):
         self.key_heads, self.value_heads = key_heads, value_heads
         self.layer = layer
 
-    def __call__(self, x: Array, kv: PagedKV, call: AttentionCall) -> tuple[Array, PagedKV]:
-        """x [B, T, D] -> (output [B, T, D], kv with this layer's states after the live tokens)."""
+    def __call__(
+        self, x: Array | Normed, kv: PagedKV, call: AttentionCall, *, residual: Array | None = None
+    ) -> tuple[Array, PagedKV]:
+        """x [B, T, D] -> (output [B, T, D], plus `residual` if any; kv with the states after the live tokens)."""
         B, T, _ = x.shape
         states, live = kv.states[self.layer], call.live[:, :, None]
         with jax.named_scope("delta_conv"):
@@ -205,5 +207,5 @@ class GatedDeltaNet(nnx.Module):
             o, delta = gated_delta_rule(q * q.shape[-1] ** -0.5, k, v, log_decay, beta, states["delta"])
         with jax.named_scope("delta_out"):
             o = self.norm(o.astype(x.dtype)) * jax.nn.silu(z.astype(jnp.float32).reshape(o.shape))
-            out = self.out(o.astype(x.dtype).reshape(B, T, self.value_width))
+            out = self.out(o.astype(x.dtype).reshape(B, T, self.value_width), residual=residual)
             return out, kv.with_states(self.layer, {"conv": conv, "delta": delta})

@@ -11,6 +11,7 @@ from jax import Array
 
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.router import top_k
+from pallas_kernels.router_topk import Routing, route
 
 
 def keep_best_groups(scores: Array, group_scores: Array, top_groups: int, other: float) -> Array:
@@ -48,12 +49,12 @@ class GroupMaxRouter(nnx.Module):
 
     def __call__(self, x: Array) -> tuple[Array, Array, Array]:
         """x [T, D] -> ids [T, K] int32 by descending weight, weights [T, K] and scores [T, E], float32."""
-        scores = jax.nn.softmax(self.gate(x.astype(jnp.float32)), axis=-1)
-        eligible = scores
-        if self.groups > 1:
-            best = jnp.max(scores.reshape(scores.shape[0], self.groups, -1), axis=-1)  # [T, n]
-            eligible = keep_best_groups(scores, best, self.top_groups, 0.0)
-        weights, ids = top_k(eligible, self.k)
+        logits = self.gate(x.astype(jnp.float32))
+        if self.groups == 1:
+            return route(logits, Routing(self.k, scale=self.scale))
+        scores = jax.nn.softmax(logits, axis=-1)
+        best = jnp.max(scores.reshape(scores.shape[0], self.groups, -1), axis=-1)  # [T, n]
+        weights, ids = top_k(keep_best_groups(scores, best, self.top_groups, 0.0), self.k)
         return ids, weights * self.scale, scores
 
 
@@ -87,12 +88,15 @@ class BiasedSigmoidRouter(nnx.Module):
 
     def __call__(self, x: Array) -> tuple[Array, Array, Array]:
         """x [T, D] -> ids [T, K] int32 by descending weight, weights [T, K] and scores [T, E], float32."""
-        scores = jax.nn.sigmoid(self.gate(x.astype(jnp.float32)))
+        logits = self.gate(x.astype(jnp.float32))
+        if self.groups == 1:
+            norm = dict(norm=1, epsilon=1e-20) if self.normalize else {}
+            return route(logits, Routing(self.k, "sigmoid", **norm, scale=self.scale), bias=self.bias[...])
+        scores = jax.nn.sigmoid(logits)
         T, E = scores.shape
         choice = scores + self.bias[...]
-        if self.groups > 1:
-            two, _ = top_k(choice.reshape(T * self.groups, -1), 2)
-            choice = keep_best_groups(choice, jnp.sum(two, axis=-1).reshape(T, self.groups), self.top_groups, -jnp.inf)
+        two, _ = top_k(choice.reshape(T * self.groups, -1), 2)
+        choice = keep_best_groups(choice, jnp.sum(two, axis=-1).reshape(T, self.groups), self.top_groups, -jnp.inf)
         _, chosen = top_k(choice, self.k)  # by biased score
         is_chosen = jnp.any(chosen[:, :, None] == jnp.arange(E), axis=1)  # [T, E]
         weights, ids = top_k(jnp.where(is_chosen, scores, -jnp.inf), self.k)  # the same experts, by weight

@@ -7,6 +7,7 @@ from jax import Array
 
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.router import top_k
+from pallas_kernels.router_topk import Routing, route
 
 
 class _SqrtSoftplusGate(nnx.Module):
@@ -38,9 +39,8 @@ class BiasedSqrtSoftplusRouter(_SqrtSoftplusGate):
 
     def __call__(self, x: Array) -> tuple[Array, Array, Array]:
         """x [T, D] -> ids [T, K] int32 by descending weight, weights [T, K] in x's dtype, scores [T, E] float32."""
-        scores = self.scores(x)
-        _, chosen = top_k(scores + self.bias[...], self.k)
-        return self.weigh(scores, chosen, x.dtype)
+        how = Routing(self.k, "sqrt_softplus", norm=1, epsilon=1e-20, scale=self.scale, weights=x.dtype.name)
+        return route(self.gate(x), how, bias=self.bias[...])
 
 
 class HashRouter(_SqrtSoftplusGate):

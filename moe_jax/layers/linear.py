@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from pallas_kernels import kernels_run_compiled
+from moe_jax.layers.norm import Normed, value_of
+from pallas_kernels import _compat, kernels_run_compiled
+from pallas_kernels.row_linear import row_linear
 
 
 def matmul_precision(dtype) -> lax.Precision | None:
@@ -31,6 +33,11 @@ def project(x: Array, weight: Array) -> Array:
     )
 
 
+def row_implementation(rows: int) -> str:
+    """What `Linear` runs for `rows` rows: an implementation of `row_linear`, which takes one row; else "xla"."""
+    return _compat.default_implementation() if rows == 1 else "xla"
+
+
 class Linear(nnx.Module):
     """y = x @ W.T (+ b), W [out, in], b [out] only with `bias`; the result has x's dtype."""
 
@@ -39,9 +46,43 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(nnx.initializers.normal(std)(rngs.params(), shape, dtype))
         self.bias = nnx.Param(jnp.zeros((features_out,), dtype)) if bias else None
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array | Normed, *, residual: Array | None = None) -> Array:
+        """x [..., in] -> [..., out], added to `residual` [..., out] if there is one.
+
+        One row is a kernel on a GPU, which also computes the norm of a `Normed` and adds bias and residual.
+        """
+        if (y := self._one_row(x, residual)) is not None:
+            return y
+        x = value_of(x)
         y = project(x, self.weight[...])
-        return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        y = (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        return y if residual is None else residual + y
+
+    def _one_row(self, x: Array | Normed, residual: Array | None = None, gated: bool = False) -> Array | None:
+        """As `__call__` by the kernel, or None where it is not for x; `gated` as of `row_linear`."""
+        implementation = row_implementation(math.prod(x.shape[:-1]))
+        if implementation == "xla":
+            return None
+        norm = x.row_norm if isinstance(x, Normed) else None
+        row = x.x if norm else value_of(x)
+        y, normed = row_linear(
+            row.reshape(-1),
+            self.weight[...],
+            norm=norm,
+            norm_weight=x.norm.weight[...] if norm else None,
+            bias=None if self.bias is None else self.bias[...],
+            residual=None if residual is None else residual.reshape(-1),
+            gated=gated,
+            implementation=implementation,
+        )
+        if norm:
+            x.keep(normed)
+        return y.reshape(*x.shape[:-1], -1)
+
+    def swiglu(self, x: Array | Normed) -> Array:
+        """silu(gate) * up of x [..., in], with gate and up the two halves of the outputs: [..., out / 2]."""
+        y = self._one_row(x, gated=True)
+        return silu_product(self(x)) if y is None else y
 
 
 class Embedding(nnx.Module):

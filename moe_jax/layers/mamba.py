@@ -13,7 +13,7 @@ from moe_jax.engine.kv_cache import LayerCache, PagedKV, StateTensor
 from moe_jax.layers.attention import AttentionCall
 from moe_jax.layers.causal_conv import causal_conv
 from moe_jax.layers.linear import Linear, project
-from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.norm import Normed, RMSNorm
 
 # Largest array [B, chunk, Di, N] of a scan, in elements: 64 MiB of float32. It is written a few times a chunk.
 MAX_SCAN = 1 << 24
@@ -109,8 +109,10 @@ class Mamba(nnx.Module):
         self.state_dim, self.dt_rank = state_dim, dt_rank
         self.layer = layer
 
-    def __call__(self, x: Array, kv: PagedKV, call: AttentionCall) -> tuple[Array, PagedKV]:
-        """x [B, T, D] -> (output [B, T, D], kv with this layer's states after the live tokens)."""
+    def __call__(
+        self, x: Array | Normed, kv: PagedKV, call: AttentionCall, *, residual: Array | None = None
+    ) -> tuple[Array, PagedKV]:
+        """x [B, T, D] -> (output [B, T, D], plus `residual` if any; kv with the states after the live tokens)."""
         states = kv.states[self.layer]
         with jax.named_scope("mamba_conv"):
             u, gate = jnp.split(self.in_proj(x), 2, axis=-1)  # [B, T, Di]
@@ -126,4 +128,6 @@ class Mamba(nnx.Module):
             y, ssm = selective_scan(wide, dt, -jnp.exp(self.A_log[...]), into, out_of, states["ssm"])
             y = (y + self.D[...] * wide) * jax.nn.silu(gate.astype(jnp.float32))
         with jax.named_scope("mamba_out"):
-            return self.out(y.astype(x.dtype)), kv.with_states(self.layer, {"conv": conv, "ssm": ssm})
+            return self.out(y.astype(x.dtype), residual=residual), kv.with_states(
+                self.layer, {"conv": conv, "ssm": ssm}
+            )

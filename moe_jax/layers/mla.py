@@ -22,7 +22,7 @@ from moe_jax.layers.attention import (
     one_token,
 )
 from moe_jax.layers.linear import Linear, matmul_precision
-from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.norm import Normed, RMSNorm
 from moe_jax.layers.rope import apply_rope, apply_rope_pairs
 from pallas_kernels.paged_attention import paged_decode_attention
 
@@ -113,12 +113,12 @@ class LatentAttention(nnx.Module):
         self.scale = (nope_dim + rope_dim) ** -0.5 * score_factor
         self.layer = layer
 
-    def _project(self, x: Array, call: AttentionCall) -> tuple[Array, Array, Array, Array]:
+    def _project(self, x: Array | Normed, call: AttentionCall) -> tuple[Array, Array, Array, Array]:
         """x [B, T, D] -> q_nope [B, T, N, H], q_rope [B, T, N, Hr], latent [B, T, R], k_rope [B, T, Hr]."""
         B, T, _ = x.shape
         q, latent, k_rope = jnp.split(self.qkv(x), (self.q_width, self.q_width + self.latent_dim), axis=-1)
         if self.q_up is not None:
-            q = self.q_up(self.q_norm(q))
+            q = self.q_up(Normed(q, self.q_norm))
         q = q.reshape(B, T, self.num_heads, self.nope_dim + self.rope_dim)
         q_nope, q_rope = jnp.split(q, (self.nope_dim,), axis=-1)
         turn = apply_rope_pairs if self.pairs else apply_rope
@@ -179,8 +179,10 @@ class LatentAttention(nnx.Module):
         out = fresh_attention(q, keys, values, live, window=None, scale=self.scale, implementation="cudnn")
         return out[..., : self.v_dim]
 
-    def __call__(self, x: Array, kv: PagedKV, call: AttentionCall) -> tuple[Array, PagedKV]:
-        """x [B, T, D] -> (output [B, T, D], kv with this layer's new latents written)."""
+    def __call__(
+        self, x: Array | Normed, kv: PagedKV, call: AttentionCall, *, residual: Array | None = None
+    ) -> tuple[Array, PagedKV]:
+        """x [B, T, D] -> (output [B, T, D], plus `residual` if any; kv with this layer's new latents written)."""
         B, T, _ = x.shape
         with jax.named_scope("qkv"):
             q_nope, q_rope, latent, k_rope = self._project(x, call)
@@ -201,4 +203,4 @@ class LatentAttention(nnx.Module):
                 else:
                     out = self._expanded(q, kv, call)
         with jax.named_scope("attention_out"):
-            return self.out(out.reshape(B, T, self.num_heads * self.v_dim)), kv
+            return self.out(out.reshape(B, T, self.num_heads * self.v_dim), residual=residual), kv

@@ -4,7 +4,8 @@ import jax
 from flax import nnx
 from jax import Array
 
-from moe_jax.layers.linear import Linear, silu_product
+from moe_jax.layers.linear import Linear
+from moe_jax.layers.norm import Normed
 
 
 class GatedMLP(nnx.Module):
@@ -14,8 +15,8 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear(features, 2 * hidden, dtype, std=std, rngs=rngs)
         self.down = Linear(hidden, features, dtype, std=std, rngs=rngs)
 
-    def __call__(self, x: Array) -> Array:
-        return self.down(silu_product(self.gate_up(x)))
+    def __call__(self, x: Array | Normed) -> Array:
+        return self.down(self.gate_up.swiglu(x))
 
 
 class SigmoidGatedMLP(GatedMLP):
@@ -25,7 +26,7 @@ class SigmoidGatedMLP(GatedMLP):
         super().__init__(features, hidden, dtype, std=std, rngs=rngs)
         self.gate = Linear(features, 1, dtype, std=std, rngs=rngs)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array | Normed) -> Array:
         return jax.nn.sigmoid(self.gate(x)) * super().__call__(x)
 
 

@@ -1,13 +1,12 @@
 """Softmax top-k router: which experts serve a token, and with which weights."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
 from moe_jax.layers.linear import Linear
 from pallas_kernels import kernels_run_compiled
-from pallas_kernels.router_topk import router_topk
+from pallas_kernels.router_topk import Routing, route, router_topk
 
 
 def top_k(scores: Array, k: int) -> tuple[Array, Array]:
@@ -47,8 +46,5 @@ class Router(nnx.Module):
 
         Logits are rounded to x's dtype before the softmax: near-ties then fall as they do in transformers.
         """
-        scores = jax.nn.softmax(self.gate(x).astype(jnp.float32), axis=-1)
-        weights, ids = top_k(scores, self.k)
-        if self.normalize:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return ids, weights.astype(self.weights_dtype), scores
+        how = Routing(self.k, norm=1 if self.normalize else None, weights=self.weights_dtype.name)
+        return route(self.gate(x), how)

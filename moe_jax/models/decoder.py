@@ -12,7 +12,7 @@ from moe_jax.engine.kv_cache import PagedKV
 from moe_jax.layers.attention import AttentionCall, GroupedQueryAttention, Implementation
 from moe_jax.layers.linear import Embedding, Linear, project
 from moe_jax.layers.mlp import GatedMLP
-from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.norm import Normed, RMSNorm
 from moe_jax.layers.rope import rope_tables
 from moe_jax.layers.router import Router
 from moe_jax.models.config import DecoderConfig
@@ -39,8 +39,10 @@ class Experts(Protocol):
 class TokenMixer(Protocol):
     """What lets the tokens of a sequence see one another in a layer: attention, or a recurrence in its place."""
 
-    def __call__(self, x: Array, kv: PagedKV, call: AttentionCall) -> tuple[Array, PagedKV]:
-        """x [B, T, D] -> (output [B, T, D], the cache with what this layer keeps)."""
+    def __call__(
+        self, x: Array | Normed, kv: PagedKV, call: AttentionCall, *, residual: Array | None = None
+    ) -> tuple[Array, PagedKV]:
+        """x [B, T, D] -> (output [B, T, D], plus `residual` if any; the cache with what this layer keeps)."""
         ...
 
 
@@ -92,35 +94,42 @@ class DecoderLayer(nnx.Module):
         self.moe_layer = moe_layer
 
     def route(
-        self, x: Array, live: Array, tokens: Array, experts: Experts, state: Any, capture: Capture
+        self, x: Normed, live: Array, tokens: Array, experts: Experts, state: Any, capture: Capture
     ) -> tuple[Array, Any]:
         """Sparse feed-forward of x [B, T, D]: (y [B, T, D], state)."""
         B, T, D = x.shape
-        rows, live, tokens = x.reshape(B * T, D), live.reshape(B * T), tokens.reshape(B * T)
+        rows = Normed(x.x.reshape(B * T, D), x.norm)
+        live, tokens = live.reshape(B * T), tokens.reshape(B * T)
         with jax.named_scope("router"):
             ids, weights, scores = self.choose(rows, tokens)
         record(capture, f"router/{self.layer}/ids", ids)
         record(capture, f"router/{self.layer}/weights", weights)
         record(capture, f"router/{self.layer}/scores", scores)
         with jax.named_scope("experts"):
-            y, state = experts(self.moe_layer, rows, ids, weights, scores, live, tokens, state)
+            y, state = experts(self.moe_layer, rows.value(), ids, weights, scores, live, tokens, state)
+        x.keep(rows.value())
         return y.astype(x.dtype).reshape(B, T, D), state
 
-    def choose(self, rows: Array, tokens: Array) -> tuple[Array, Array, Array]:
+    def choose(self, rows: Normed, tokens: Array) -> tuple[Array, Array, Array]:
         """The router's ids [B*T, K], weights [B*T, K] and scores [B*T, E] for rows [B*T, D] of tokens [B*T]."""
         return self.router(rows)
 
-    def attend(self, x: Array, kv: PagedKV, call: AttentionCall, capture: Capture) -> tuple[Array, PagedKV]:
-        """Attention with its norm on x [B, T, D]: (output [B, T, D], kv)."""
-        attended, kv = self.attn(self.input_norm(x), kv, call)
+    def attend(
+        self, x: Array, kv: PagedKV, call: AttentionCall, capture: Capture, residual: Array | None = None
+    ) -> tuple[Array, PagedKV]:
+        """Attention with its norm on x [B, T, D], added to `residual` if there is one: ([B, T, D], kv)."""
+        x = Normed(x, self.input_norm)
+        if capture is None:
+            return self.attn(x, kv, call, residual=residual)
+        attended, kv = self.attn(x, kv, call)
         record(capture, f"attn/{self.layer}", attended)
-        return attended, kv
+        return (attended if residual is None else residual + attended), kv
 
     def feed_forward(
         self, x: Array, live: Array, tokens: Array, experts: Experts, state: Any, capture: Capture
     ) -> tuple[Array, Any]:
         """Feed-forward with its norm on x [B, T, D]: (y [B, T, D], state)."""
-        hidden = self.post_attention_norm(x)
+        hidden = Normed(x, self.post_attention_norm)
         if self.router is None:
             with jax.named_scope("mlp"):
                 y = self.mlp(hidden)
@@ -136,8 +145,7 @@ class DecoderLayer(nnx.Module):
         self, x: Array, tokens: Array, kv: PagedKV, call: AttentionCall, experts: Experts, state: Any, capture: Capture
     ) -> tuple[Array, PagedKV, Any]:
         """x [B, T, D] -> (x [B, T, D], kv, state)."""
-        attended, kv = self.attend(x, kv, call, capture)
-        x = x + attended
+        x, kv = self.attend(x, kv, call, capture, residual=x)
         y, state = self.feed_forward(x, call.live, tokens, experts, state, capture)
         return x + y, kv, state
 

@@ -122,7 +122,9 @@ def _partial_kernel(
         scores = jnp.zeros((rows, tokens), jnp.float32)
         # Keys need no mask, whatever a page holds past the sequence: their scores are replaced. Values times 0 do.
         masks = [keep if i == shared else None for i in range(parts)]
-        tiles = [_tile(pool, at, width, mask, tokens) for pool, width, mask in zip(pools[:parts], widths, masks, strict=True)]
+        tiles = [
+            _tile(pool, at, width, mask, tokens) for pool, width, mask in zip(pools[:parts], widths, masks, strict=True)
+        ]
         for query, tile in zip(q, tiles, strict=True):
             scores += pltriton.dot(query, tile.astype(query.dtype), trans_b=True, allow_tf32=False)
         scores *= scale

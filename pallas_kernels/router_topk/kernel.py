@@ -1,4 +1,5 @@
-"""The k largest scores of each row, without a sort: k rounds of maximum and mask in registers.
+"""The k largest scores of each row, without a sort: k rounds of maximum and mask in registers; with `route` also the
+scores before and the weights after.
 
 Limits on a GPU: a program holds 16 rows of E scores (E rounded up to a power of two) over 128 threads, E / 8 registers
 a thread, and the k rounds are unrolled. Made for E of at most some hundred and k of at most some ten.
@@ -15,21 +16,117 @@ from pallas_kernels._compat import call, cdiv, load, next_power_of_2, pl, store
 ROWS = 16
 
 
-def _topk_kernel(scores_ref, values_ref, ids_ref, *, tokens, experts, k, rows):
+def _largest(scores, free, e, last, k):
+    """k times (value, id), each [rows], of the largest of `scores` [rows, E'] where `free`: descending, low ids first.
+
+    NaN loses against every number, as an id must still come out; the value that is returned is then -inf. e: [E'] ids;
+    `last` is given where nothing is free.
+    """
+    left = jnp.where(scores == scores, scores, -jnp.inf)
+    found = []
+    for _ in range(k):
+        best = jnp.max(jnp.where(free, left, -jnp.inf), axis=1)
+        chosen = jnp.min(jnp.where(free & (left == best[:, None]), e[None, :], last), axis=1)
+        free = free & (e[None, :] != chosen[:, None])
+        found.append((best, chosen))
+    return found
+
+
+def _tile(tokens, experts, rows):
+    """(ids [E'], rows [rows], which of [rows, E'] exist) of this program."""
     e = jnp.arange(next_power_of_2(experts), dtype=jnp.int32)
     t = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
-    inside = (t < tokens)[:, None] & (e < experts)[None, :]
-    left = load(scores_ref.at[t[:, None], e[None, :]], mask=inside, other=-jnp.inf)
-    # NaN loses against every number, as an id must still come out; the value that is returned stays NaN-free.
-    left = jnp.where(left == left, left, -jnp.inf)
-    free = inside
-    for i in range(k):
-        best = jnp.max(jnp.where(free, left, -jnp.inf), axis=1)
-        chosen = jnp.min(jnp.where(free & (left == best[:, None]), e[None, :], experts - 1), axis=1)
+    return e, t, (t < tokens)[:, None] & (e < experts)[None, :]
+
+
+def _topk_kernel(scores_ref, values_ref, ids_ref, *, tokens, experts, k, rows):
+    e, t, inside = _tile(tokens, experts, rows)
+    scores = load(scores_ref.at[t[:, None], e[None, :]], mask=inside, other=-jnp.inf)
+    for i, (best, chosen) in enumerate(_largest(scores, inside, e, experts - 1, k)):
         column = jnp.full((rows,), i, jnp.int32)
         store(values_ref.at[t, column], best, mask=t < tokens)
         store(ids_ref.at[t, column], chosen, mask=t < tokens)
-        free = free & (e[None, :] != chosen[:, None])
+
+
+def _scores(logits, inside, score):
+    """Scores of logits [rows, E'] f32, 0 outside."""
+    if score == "softmax":
+        # The largest number; a NaN or +inf makes the sum NaN, and so the row, as in jax.nn.softmax.
+        top = jnp.max(jnp.where(inside, logits, -jnp.inf), axis=1)
+        power = jnp.where(inside, jnp.exp(logits - top[:, None]), 0.0)
+        return power / jnp.sum(power, axis=1)[:, None]
+    if score == "sigmoid":
+        return jnp.where(inside, 1.0 / (1.0 + jnp.exp(-logits)), 0.0)
+    # softplus as in jax.nn: max(z, 0) + log(1 + exp(-|z|)), NaN where z is; log1p by its series where 1 + x is 1.
+    small = jnp.exp(-jnp.abs(logits))
+    log1p = jnp.where(small < 1e-4, small - 0.5 * small * small, jnp.log(1.0 + small))
+    return jnp.where(inside, jnp.sqrt(jnp.where(logits > 0, logits, logits * 0.0) + log1p), 0.0)
+
+
+def _route_kernel(*refs, tokens, experts, rows, how, biased):
+    logits_ref, *refs = refs
+    bias_ref = refs.pop(0) if biased else None
+    ids_ref, weights_ref, scores_ref = refs
+    e, t, inside = _tile(tokens, experts, rows)
+    logits = load(logits_ref.at[t[:, None], e[None, :]], mask=inside, other=0.0).astype(jnp.float32)
+    scores = _scores(logits, inside, how.score)
+    store(scores_ref.at[t[:, None], e[None, :]], scores, mask=inside)
+    values = logits if how.over_chosen else scores
+    if how.rounded is not None:
+        values = values.astype(how.rounded).astype(jnp.float32)
+    free = inside
+    if biased:
+        bias = load(bias_ref.at[e], mask=e < experts, other=0.0)
+        picked = inside & ~inside
+        for _, chosen in _largest(values + bias[None, :], inside, e, experts - 1, how.k):
+            picked = picked | (e[None, :] == chosen[:, None])
+        free = picked & inside
+    ids = [chosen for _, chosen in _largest(values, free, e, experts - 1, how.k)]
+    # What was chosen, not the maximum: a NaN stays one.
+    weights = [jnp.sum(jnp.where(e[None, :] == chosen[:, None], values, 0.0), axis=1) for chosen in ids]
+    if how.over_chosen:
+        weights = [jnp.exp(value - weights[0]) for value in weights]
+        total = functools.reduce(jnp.add, weights)
+        weights = [value / total for value in weights]
+    elif how.norm is not None:
+        powers = weights if how.norm == 1 else [_power(value, how.norm) for value in weights]
+        total = functools.reduce(jnp.add, powers)
+        total = (total if how.norm == 1 else _power(total, 1 / how.norm)) + how.epsilon
+        weights = [value / total for value in weights]
+    for i, (chosen, weight) in enumerate(zip(ids, weights, strict=True)):
+        column = jnp.full((rows,), i, jnp.int32)
+        store(ids_ref.at[t, column], chosen, mask=t < tokens)
+        store(weights_ref.at[t, column], (weight * how.scale).astype(weights_ref.dtype), mask=t < tokens)
+
+
+def _power(x, p: float):
+    """x^p [rows] for x >= 0 and a static p > 0; NaN where x is."""
+    if p == 2:
+        return x * x
+    if p == 0.5:
+        return jnp.sqrt(x)
+    return jnp.where(x == 0, 0.0, jnp.exp(p * jnp.log(x)))
+
+
+@functools.partial(jax.jit, static_argnames=("how", "interpret"))
+def route(logits, bias, how, *, interpret=False):
+    """See `pallas_kernels.router_topk.route`."""
+    tokens, experts = logits.shape
+    rows = min(ROWS, next_power_of_2(tokens))
+    body = functools.partial(_route_kernel, tokens=tokens, experts=experts, rows=rows, how=how, biased=bias is not None)
+    return call(
+        body,
+        grid=(cdiv(tokens, rows),),
+        out_shape=(
+            jax.ShapeDtypeStruct((tokens, how.k), jnp.int32),
+            jax.ShapeDtypeStruct((tokens, how.k), jnp.dtype(how.weights)),
+            jax.ShapeDtypeStruct((tokens, experts), jnp.float32),
+        ),
+        num_warps=4 if rows > 1 else 1,
+        num_stages=1,
+        name="route",
+        interpret=interpret,
+    )(logits, *(() if bias is None else (bias,)))
 
 
 def router_topk(scores, k: int, *, interpret=False):

@@ -22,13 +22,19 @@ import pytest
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton
 
+from host_offload.policy import PolicySet, get_policy, is_elementwise, list_policies
 from pallas_kernels.dequant_gemm import dequant_gemm
 from pallas_kernels.dequant_gemm.arg_specs import ARG_SPECS, ROWS
 from pallas_kernels.expert_ffn import SILU, ExpertSpec, expert_ffn_decode, expert_ffn_round
 from pallas_kernels.formats import FP8, INT4, MXFP4
-from pallas_kernels.router_topk import router_topk
+from pallas_kernels.router_topk import Routing, route, router_topk
+from pallas_kernels.row_linear import row_linear
+from pallas_kernels.row_linear.arg_specs import ARG_SPECS as ROW_SPECS
+from pallas_kernels.row_norm import RowNorm
 from pallas_kernels.sinkhorn import sinkhorn_kernel
 from pallas_kernels.slot_plan import slot_plan
+from pallas_kernels.turn_heads import HeadNorm, turn_heads
+from pallas_kernels.turn_heads.arg_specs import ARG_SPECS as HEAD_SPECS
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
@@ -369,6 +375,75 @@ def test_router_topk_at_real_shapes(E, K, T):
     check_offsets(kernels)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("spec", ROW_SPECS, ids=lambda spec: f"{spec.model} {spec.matrix}")
+def test_row_linear_at_real_shapes(spec, dtype):
+    n_out = spec.N // 2 if spec.gated else spec.N
+    norm = spec.norm and RowNorm(1e-6, spec.norm)
+
+    def run(x, weight, norm_weight, bias, residual):
+        rest = dict(norm_weight=norm_weight, bias=bias, residual=residual)
+        return row_linear(x, weight, norm=norm, gated=spec.gated, **rest, implementation="pallas")
+
+    some = functools.partial(arrays, dtype=jnp.dtype(dtype))
+    kernels = lower(
+        run,
+        some(spec.D),
+        some(spec.N, spec.D),
+        some(spec.D) if norm else None,
+        some(spec.N) if spec.bias else None,
+        some(n_out) if spec.residual else None,
+    )
+    assert [name for name, _ in kernels] == ["row_linear"]
+    check_offsets(kernels)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("B", [1, 4])
+@pytest.mark.parametrize("spec", HEAD_SPECS, ids=lambda spec: spec.model)
+def test_turn_heads_at_real_shapes(spec, B, dtype):
+    norm = spec.norm and HeadNorm(RowNorm(1e-6, spec.norm), spec.over_all)
+    some = functools.partial(arrays, dtype=jnp.dtype(dtype))
+    pool, table = some(9000, 64, spec.G, spec.H), some(B, spec.rotary // 2) if spec.rotary else None
+    weights = [some(n * spec.H if spec.over_all else spec.H) if norm else None for n in (spec.N, spec.G)]
+
+    def run(*args):
+        *args, q_weight, k_weight = args
+        rest = dict(query_heads=spec.N, step=spec.step, norm=norm, clip=spec.clip, implementation="pallas")
+        return turn_heads(*args, q_weight=q_weight, k_weight=k_weight, **rest)
+
+    heads = some(B, spec.N * spec.step + 2 * spec.G, spec.H)
+    kernels = lower(run, heads, pool, pool, arrays(B, 512), arrays(B), arrays(B), table, table, *weights)
+    assert [name for name, _ in kernels] == ["turn_heads"]
+    check_offsets(kernels)
+
+
+ROUTINGS = {
+    "qwen3-30b-a3b": (128, Routing(8, norm=1, weights="bfloat16"), False),
+    "mixtral": (8, Routing(2, norm=1), False),
+    "gpt-oss": (32, Routing(4, over_chosen=True, weights="bfloat16"), False),
+    "dbrx": (16, Routing(4, rounded="bfloat16", norm=1, weights="bfloat16"), False),
+    "dbrx, another norm": (16, Routing(4, rounded="bfloat16", norm=3, weights="bfloat16"), False),
+    "deepseek-v2-lite": (64, Routing(6, scale=1.0), False),
+    "moonlight": (64, Routing(6, "sigmoid", norm=1, epsilon=1e-20, scale=2.446), True),
+    "deepseek-v4": (256, Routing(6, "sqrt_softplus", norm=1, epsilon=1e-20, scale=1.5, weights="bfloat16"), True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("T", [1, 8192])
+@pytest.mark.parametrize("model", ROUTINGS)
+def test_route_at_real_shapes(model, T, dtype):
+    E, how, biased = ROUTINGS[model]
+    kernels = lower(
+        lambda logits, bias: route(logits, how, bias=bias, implementation="pallas"),
+        arrays(T, E, dtype=jnp.dtype(dtype)),
+        arrays(E, dtype=jnp.float32) if biased else None,
+    )
+    assert [name for name, _ in kernels] == ["route"]
+    check_offsets(kernels)
+
+
 @pytest.mark.parametrize("T", [1, 8192])
 def test_sinkhorn_at_real_shapes(T):
     run = functools.partial(sinkhorn_kernel, iterations=20, eps=1e-6)
@@ -392,6 +467,30 @@ def test_slot_plan_at_real_shapes(model, B):
         arrays(experts // 4 + min(shape.E, pairs)),
         arrays(shape.L * 4),
         arrays(1),
+    )
+    assert [name for name, _ in kernels] == ["slot_plan"]
+    check_offsets(kernels)
+
+
+@pytest.mark.parametrize("B", [1, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_slot_plan_with_policies_at_real_shapes(model, B):
+    """All policies that the kernel evaluates, in one set."""
+    shape = MODELS[model]
+    experts, pairs = shape.L * shape.E, B * shape.K
+    policy = PolicySet([name for name in list_policies() if is_elementwise(get_policy(name))])
+    state = jax.eval_shape(functools.partial(policy.init, jnp, shape.L, shape.E, 0))
+    kernels = lower(
+        lambda *args: slot_plan(*args[:3], None, *args[3:-2], layer=1, policy=policy, state=args[-2], step=args[-1]),
+        arrays(pairs),
+        arrays(pairs),
+        arrays(shape.L + 2),
+        arrays(experts),
+        arrays(experts // 4 + min(shape.E, pairs)),
+        arrays(shape.L * 4),
+        arrays(1),
+        state,
+        arrays(),
     )
     assert [name for name, _ in kernels] == ["slot_plan"]
     check_offsets(kernels)

@@ -55,7 +55,7 @@ class Cache:
         # A layer's own capacity must be read: the other layers' entries are wrong on purpose.
         control = np.full(self.L + 2, capacity + 1, np.int32)
         control[layer], control[self.L :] = capacity, (global_scope, forced_admit)
-        entries, self.device = slot_plan(
+        entries, self.device, _ = slot_plan(
             *map(jnp.asarray, (ids, live.astype(np.int32), control, priority)),
             *self.device,
             layer=layer,

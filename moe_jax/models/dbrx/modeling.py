@@ -1,26 +1,13 @@
 """DBRX: the shared decoder with layer norms, clipped projections and a router normalised by a p-norm."""
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from moe_jax.layers.attention import GroupedQueryAttention
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import LayerNorm
-from moe_jax.layers.router import top_k
 from moe_jax.models.decoder import Decoder
-
-
-class DbrxAttention(GroupedQueryAttention):
-    """Clips q, k and v to [-clip, clip] before rope."""
-
-    clip: float | None = None
-
-    def condition(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        if self.clip is None:
-            return q, k, v
-        return tuple(jnp.clip(x, -self.clip, self.clip) for x in (q, k, v))
+from pallas_kernels.router_topk import Routing, route
 
 
 class PNormRouter(nnx.Module):
@@ -33,22 +20,17 @@ class PNormRouter(nnx.Module):
 
     def __call__(self, x: Array) -> tuple[Array, Array, Array]:
         """x [T, D] -> ids [T, K] int32 by descending weight, weights [T, K] in x's dtype, scores [T, E] float32."""
-        scores = jax.nn.softmax(self.gate(x).astype(jnp.float32), axis=-1)
-        weights, ids = top_k(scores.astype(x.dtype).astype(jnp.float32), self.k)
-        if self.p is not None:
-            weights = weights / jnp.sum(weights**self.p, axis=-1, keepdims=True) ** (1 / self.p)
-        return ids, weights.astype(x.dtype), scores
+        return route(self.gate(x), Routing(self.k, rounded=x.dtype.name, norm=self.p, weights=x.dtype.name))
 
 
 class DbrxForCausalLM(Decoder):
     """DBRX; the parameters are the shared ones."""
 
     norm_class = LayerNorm
-    attention_class = DbrxAttention
 
     def make_attention(self, layer: int, rngs: nnx.Rngs) -> GroupedQueryAttention:
         attention = super().make_attention(layer, rngs)
-        attention.clip = self.cfg.clip_qkv
+        attention.clip = self.cfg.clip_qkv  # of q, k and v before rope
         return attention
 
     def make_router(self, rngs: nnx.Rngs) -> PNormRouter:

@@ -1,15 +1,13 @@
 """gpt-oss: the shared decoder with attention sinks, biases, and a router that weighs the chosen experts only."""
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from moe_jax.layers.attention import GroupedQueryAttention
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import WideRMSNorm
-from moe_jax.layers.router import top_k
 from moe_jax.models.decoder import Decoder
+from pallas_kernels.router_topk import Routing, route
 
 
 class TopKSoftmaxRouter(nnx.Module):
@@ -24,9 +22,7 @@ class TopKSoftmaxRouter(nnx.Module):
 
         The scores are the softmax over all experts: what traces and policies see.
         """
-        logits = self.gate(x).astype(jnp.float32)
-        chosen, ids = top_k(logits, self.k)
-        return ids, jax.nn.softmax(chosen, axis=-1).astype(x.dtype), jax.nn.softmax(logits, axis=-1)
+        return route(self.gate(x), Routing(self.k, over_chosen=True, weights=x.dtype.name))
 
 
 class GptOssForCausalLM(Decoder):

@@ -1,8 +1,6 @@
 """OLMoE: the shared decoder with query/key norms over the whole projection and clipped activations."""
 
-import jax.numpy as jnp
 from flax import nnx
-from jax import Array
 
 from moe_jax.layers.attention import GroupedQueryAttention
 from moe_jax.layers.norm import RMSNorm
@@ -12,12 +10,7 @@ from moe_jax.models.decoder import Decoder
 class OlmoeAttention(GroupedQueryAttention):
     """Normalises all N*H query components together (keys: G*H), then clips q, k and v to [-clip, clip]."""
 
-    def condition(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        q = self.q_norm(q.reshape(*q.shape[:2], -1)).reshape(q.shape)
-        k = self.k_norm(k.reshape(*k.shape[:2], -1)).reshape(k.shape)
-        if self.clip is not None:
-            q, k, v = (jnp.clip(x, -self.clip, self.clip) for x in (q, k, v))
-        return q, k, v
+    norm_over_all = True
 
 
 class OlmoeForCausalLM(Decoder):

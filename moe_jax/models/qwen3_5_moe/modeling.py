@@ -2,15 +2,15 @@
 
 from flax import nnx
 
+from moe_jax.layers.attention import GroupedQueryAttention
 from moe_jax.layers.gated_delta_net import GatedDeltaNet
 from moe_jax.layers.mlp import SigmoidGatedMLP
 from moe_jax.layers.norm import ZeroCentredRMSNorm
 from moe_jax.models.decoder import Decoder, TokenMixer
-from moe_jax.models.qwen3_moe.modeling import Qwen3MoeAttention
 
 
-class GatedAttention(Qwen3MoeAttention):
-    """Qwen3-MoE's attention with a gate after each query head."""
+class GatedAttention(GroupedQueryAttention):
+    """Attention with a gate after each query head."""
 
     gated = True
 

@@ -81,7 +81,10 @@ class TinyModel:
         kv = PagedKV.create(self.cfg.cache_layout(), B * pages + 1, page_size, B, pages, jnp.float32)
         return replace(kv, page_table=jnp.asarray(order, jnp.int32))
 
-    def apply(self, params, slabs, tokens, positions, live, kv, *, capture: bool = False, last_only: bool = False):
+    def apply(
+        self, params, slabs, tokens, positions, live, kv, *, capture: bool = False, last_only: bool = False,
+        attention: str = "xla",
+    ):  # fmt: skip
         """(logits, kv, state, captured values) of one call; traceable."""
         model = nnx.merge(self.graphdef, params)
         seen: dict[str, Any] | None = {} if capture else None
@@ -93,6 +96,7 @@ class TinyModel:
             dense_experts(slabs, self.cfg.expert_spec()),
             jnp.int32(0),
             last_only=last_only,
+            attention=attention,
             capture=seen,
         )
         return model.logits(hidden), kv, state, seen
