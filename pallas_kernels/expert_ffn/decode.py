@@ -189,8 +189,8 @@ def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SIL
     `itemsize`: bytes of the compute dtype. Tiles of packed weights have `units` instead of `block_in` and `unroll`, see
     `packed.py`. Measured ones take the place of these.
 
-    A single token's operand has fewer columns (words) a tile than the program has threads: Triton then loads it where it
-    is used, and else sends it through shared memory, with two barriers a tile (seen in the programs compiled for sm_90).
+    The operand of one token has fewer columns (words) a tile than the program has threads. Triton then loads it where
+    it is used; else it goes through shared memory, with two barriers a tile (seen in the programs compiled for sm_90).
     """
     least = _least_tile(batch)
 
