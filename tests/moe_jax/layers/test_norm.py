@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.layers.norm import LayerNorm, WideRMSNorm, rms_norm
+from moe_jax.layers.norm import LayerNorm, Normed, RMSNorm, WideRMSNorm, ZeroCentredRMSNorm, rms_norm, value_of
+from pallas_kernels.row_norm import RowNorm
 
 X = np.random.default_rng(0).normal(1.0, 2.0, size=(3, 64))
 W = np.random.default_rng(1).normal(1.0, 0.5, size=64)
@@ -28,3 +29,28 @@ def test_wide_rms_norm_scales_before_it_rounds():
     np.testing.assert_array_equal(wide, np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), np.float64))
     rounded_twice = np.asarray(rms_norm(x, w, 1e-5), np.float64)
     assert np.abs(rounded_twice - exact).mean() > np.abs(wide - exact).mean()
+
+
+def test_a_norm_is_computed_once_and_only_when_it_is_read():
+    x, calls = jnp.asarray(X, jnp.float32), []
+    normed = Normed(x, lambda x: calls.append(x) or 2 * x)
+    assert (normed.shape, normed.dtype, normed.ndim) == (x.shape, x.dtype, 2) and not calls
+    np.testing.assert_array_equal(normed.value(), 2 * x)
+    np.testing.assert_array_equal(value_of(normed), normed.astype(jnp.float32))
+    assert len(calls) == 1 and value_of(x) is x
+
+
+def test_a_kept_value_takes_the_norms_place():
+    x = jnp.asarray(X, jnp.float32)
+    normed = Normed(x, RMSNorm(64, jnp.float32, eps=1e-5))
+    assert normed.row_norm == RowNorm(1e-5, "narrow")
+    normed.keep(3 * x.reshape(-1))
+    np.testing.assert_array_equal(normed.value(), 3 * x)
+    assert normed.row_norm is None
+
+
+def test_kernels_know_the_rms_norms_by_kind():
+    x = jnp.asarray(X, jnp.float32)
+    kinds = {norm: Normed(x, norm(64, jnp.float32, eps=1e-5)).row_norm for norm in (WideRMSNorm, ZeroCentredRMSNorm)}
+    assert [row.kind for row in kinds.values()] == ["wide", "zero_centred"]
+    assert Normed(x, LayerNorm(64, jnp.float32, eps=1e-5)).row_norm is None
