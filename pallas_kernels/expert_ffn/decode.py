@@ -194,7 +194,7 @@ def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SIL
     """
     least = _least_tile(batch)
 
-    def tiles(form, n_out, n_in, out):
+    def tiles(form, n_out, n_in, columns):
         if not isinstance(form, Dense):
             return dict(
                 block_out=max(least, divisor_block(n_out, 8)),
@@ -202,16 +202,15 @@ def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SIL
                 num_warps=4,
                 num_stages=2,
             )
-        block_in = divisor_block(n_in, 64 if batch == 1 else 256)
-        return dict(
-            block_out=max(least, divisor_block(n_out, out if batch == 1 else 16)),
-            block_in=block_in,
-            unroll=divisor_block(n_in // block_in, 4) if batch == 1 else 1,
-            num_warps=4,
-            num_stages=3,
-        )
+        if batch > 1:
+            block_out, block_in = max(least, divisor_block(n_out, 16)), divisor_block(n_in, 256)
+            return dict(block_out=block_out, block_in=block_in, unroll=1, num_warps=4, num_stages=3)
+        # Measured on an H200 at D = 2048, F = 768 (docs/measurements.md): few numbers a thread, many threads.
+        block_in = divisor_block(n_in, columns)
+        unroll = divisor_block(n_in // block_in, 128 // columns)
+        return dict(block_out=divisor_block(n_out, 8), block_in=block_in, unroll=unroll, num_warps=8, num_stages=3)
 
-    formula = {"gate_up": tiles(spec.gate_up, width, model, 16), "down": tiles(spec.down, model, width, 32)}
+    formula = {"gate_up": tiles(spec.gate_up, width, model, 64), "down": tiles(spec.down, model, width, 128)}
     return with_measured(decode_key(width, model, batch, itemsize, spec), formula)
 
 
