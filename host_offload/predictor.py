@@ -27,8 +27,8 @@ class Predictor(abc.ABC):
 
     `reads` names the per-step arrays of a trace that `observe` wants in `recorded`: "experts" (the truth, for the
     oracle) or the name of a `pred/<name>` array. `needs_fit` says that `init` needs a `fit` before.
-    `learned` names the entries of the state that `init` makes from what `fit` or `learn` found and nothing else: they may
-    be replaced in the middle of a request.
+    `learned` names the entries of the state that `init` makes from what `fit` or `learn` found and nothing else: they
+    may be replaced in the middle of a request.
     """
 
     name: str = ""

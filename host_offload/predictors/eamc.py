@@ -14,8 +14,8 @@ from host_offload.predictors.replay import fitted_shape, request_needs
 
 class _EAMC(Predictor):
     """State: `eams` [n, L, E] float32, rows that sum to 1 a layer; `squares` [n, L] float32, their squared lengths; of
-    the running EAM `used` [L] bool, the layers that have run, and its `product` [n] float32 with each of the others over
-    these layers, which have the squared `length` [n] float32 there."""
+    the running EAM `used` [L] bool, the layers that have run, and its `product` [n] float32 with each of the others
+    over these layers, which have the squared `length` [n] float32 there."""
 
     needs_fit = True
     matches = 1

@@ -48,7 +48,8 @@ class TableCounts:
       cross [lead, L, E, E]: tokens in which i was needed at the source layer and e at the layer `distance` after it, at
         [distance - 1, source layer, i, e]. source, target [lead, L, E]: the same for i and for e alone; pairs [lead,
         L]: tokens that were looked at. temporal [L, E, E]: tokens that needed e right after one that needed i; before,
-        after [L, E]: the same for i and for e alone; following: tokens that have one before them. total [L, E]: tokens that needed e;
+        after [L, E]: the same for i and for e alone; following: tokens that have one before them. total [L, E]: tokens
+        that needed e;
         tokens: how many there were.
     """
 

@@ -170,6 +170,11 @@ class CudaMover:
             self._moving = False
             self._wait(ctx, self._rest)
 
+    def let_pass(self, stream):
+        """What follows on `stream` starts after the rows of the last `move`."""
+        for event in self._rest:
+            check(cudart.cudaStreamWaitEvent(stream, event, 0))
+
     def move_ahead(self, ctx, banks, layer, moves, turn):
         """Starts the moves of round `turn`, once all that is enqueued on XLA's stream is done."""
         check(cudart.cudaEventRecord(self._computed, ctx.stream))
