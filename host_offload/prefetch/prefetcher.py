@@ -177,12 +177,15 @@ class Prefetcher:
             return
         likely = self._live.predict(layer, target, max(1, len(listed)))
         likely = likely[slot_of[target, likely] < 0].tolist()
+        absent = []
         if self._tier is not None and likely:
             present = self._tier.present(target, likely)
             absent = [expert for expert, here in zip(likely, present, strict=True) if not here]
             likely = [expert for expert, here in zip(likely, present, strict=True) if here]
-            self._tier.read_ahead(target, [expert for expert in absent if (target, expert) not in self._held])
         self._request(target, likely, self._room(layer, target), banks, free)
+        absent = [expert for expert in absent if (target, expert) not in self._held]
+        if absent:  # not before: what is copied from now on keeps its host row
+            self._tier.read_ahead(target, absent)
 
     def _target(self, layer):
         """The layer that is prefetched for at the event of `layer`; None if nothing can be said of it."""
@@ -329,7 +332,7 @@ class Prefetcher:
     def verify(self, banks, pool):
         """Raises RuntimeError unless every row that has arrived holds the bytes that `pool` has of its expert."""
         for held in self._held.values():
-            if not held.copy.done:
+            if not held.copy.done or held.copy.error is not None:  # which the next event raises
                 continue
             for name, bank in banks.items():
                 if np.asarray(bank[held.row]).tobytes() != pool.stored(held.layer, name, held.expert).tobytes():

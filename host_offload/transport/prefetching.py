@@ -25,7 +25,7 @@ class PrefetchTransport(CallbackTransport):
         self._prefetcher = None
         super().__init__(*args, reserve=prefetch.reserve, **kwargs)
         self._every_event = True
-        self._event_rows = None  # rows of the running event's missing experts
+        self._event_rows = None  # rows that the running event reads
         self._guess, self._scores_now = None, None
         self._listed = None
         self._script = None
@@ -129,7 +129,9 @@ class PrefetchTransport(CallbackTransport):
                 ctx, banks, layer, list(zip(demanded.tolist(), free[: demanded.size].tolist(), strict=True))
             )
         self._prefetcher.wait(ctx)
-        self._event_rows, self._listed = rows, listed
+        # Those of hits, too: when the last layer of a step is settled, they may have lost their owner already.
+        hits = self._slot_of[layer, listed]
+        self._event_rows, self._listed = np.concatenate([rows, hits[hits >= 0]]), listed
         scores, guess = arrays.get("scores"), arrays.get("guess")
         self._scores_now = np.zeros((self.spec.E,), np.float32) if scores is None else scores.copy()
         if guess is not None:
