@@ -6,10 +6,10 @@ import numpy as np
 
 from host_offload.plan import check_invariants
 from host_offload.policy import get_policy
+from host_offload.predictors.replay import replay_steps, trace_shape
 from host_offload.prefetch import Experience, Prefetcher, PrefetchSettings
 from host_offload.prefetch.lanes import Copy
 from host_offload.prefetch_sim import CacheRun
-from host_offload.predictors.replay import replay_steps, trace_shape
 from host_offload.simulate import slot_capacities
 from host_offload.store import RowSpec
 

@@ -8,6 +8,8 @@ from host_offload.prefetch.experience import Experience
 
 # Names of the arrays that a device's own routers fill: prediction of the layer so many ahead.
 GATES = {"gate-1": 1, "gate-2": 2, "gate-3": 3}
+# Share of new tokens from which on tables are made anew.
+WORTH = 0.1
 
 
 class LivePredictor:
@@ -40,8 +42,16 @@ class LivePredictor:
 
     def _take_tables(self):
         """Makes the state anew from what was learned; keeps None if that is nothing."""
+        self._taken = self._seen.requests, self._seen.counts.tokens
         if self.predictor.learn(self._seen):
             self._state = self.predictor.init(np, self._seen.L, self._seen.E, self._seed)
+
+    def _stale(self):
+        """Whether there is more to learn from than when the tables were made; a few tokens are not worth the time."""
+        requests, tokens = self._taken
+        if self.predictor.learned:
+            return self._seen.counts.tokens > tokens * (1 + WORTH)
+        return self._seen.requests != requests
 
     def begin(self, script=None):
         """A run begins. script: its decode steps ahead of time, `predictors.replay.Step`s, for a scripted predictor.
@@ -53,9 +63,9 @@ class LivePredictor:
                 f"prefetch={self.predictor.name!r} reads {', '.join(self.predictor.reads)} from a recorded run: use it "
                 "with MoE.replay, or choose one that learns while the model runs, such as 'cross-layer+temporal'"
             )
-        ended, self._script, self._at = self._seen.requests, script, -1
+        self._script, self._at = script, -1
         self._seen.end_request()
-        if self.predictor.needs_fit and (self._state is None or self._seen.requests != ended):
+        if self.predictor.needs_fit and self._stale():
             self._take_tables()
         if self.ready:
             self._state = self.predictor.reset(np, self._state)
@@ -105,7 +115,8 @@ class LivePredictor:
             return
         if not self.ready:
             self._take_tables()
-        elif self.predictor.learn(self._seen):
+        elif self._stale() and self.predictor.learn(self._seen):
+            self._taken = self._seen.requests, self._seen.counts.tokens
             fresh = self.predictor.init(np, self._seen.L, self._seen.E, self._seed)
             self._state |= {name: fresh[name] for name in self.predictor.learned if name in fresh}
 

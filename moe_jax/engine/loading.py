@@ -141,6 +141,7 @@ def read_parts(checkpoint: Checkpoint | PreparedCheckpoint, config: OffloadConfi
     Raises CheckpointError, or ConfigError for what does not fit this machine before anything is loaded or written.
     """
     cfg = read_model_config(checkpoint)
+    check_prefetch(config, cfg)
     dtype = compute_dtype(config, checkpoint)
     graphdef, abstract = abstract_params(cfg, dtype)
     try:

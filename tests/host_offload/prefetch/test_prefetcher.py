@@ -99,7 +99,7 @@ def test_auto_budget_issues_what_begins_before_it_is_needed():
 
 @pytest.mark.parametrize("copy_seconds", (0.7, 1.5))
 def test_shutoff_stops_what_harms_and_keeps_the_truth(copy_seconds):
-    trace = random_trace(1, T=600, L=3, E=48, K=2)
+    trace = random_trace(1, T=400, L=3, E=48, K=2)
     options = dict(copy_seconds=copy_seconds, slots=8, reserve=8, budget=None)
     none = PlayedRun(trace, None, **options).run()
     harmful = PlayedRun(trace, Guess(), **options).run()

@@ -132,14 +132,14 @@ class Host:
     def _buffer(self, array):
         return array if self.cuda is None else DeviceBuffer(array)
 
-    def run(self, events):
+    def run(self, events, check_every=1):
         """Serves events, ids [batch, K] each, the layers in turn, as one request."""
         self.predictor.plan = [np.unique(ids) for ids in events]
         self.transport.reset_policy(None)
         for number, ids in enumerate(events):
-            self.event(number % L, ids)
+            self.event(number % L, ids, number % check_every == 0)
 
-    def event(self, layer, ids):
+    def event(self, layer, ids, check=True):
         transport, single = self.transport, self.batch == 1
         distinct = min(E, ids.size)
         out = {"rows": np.zeros((distinct,), np.int32)}
@@ -155,7 +155,8 @@ class Host:
         self._compute(layer, rows, "gate_up")
         transport._on_down(layer, self.ctx, {}, {}, self.banks)
         self._compute(layer, rows, "down")
-        self.check()
+        if check:
+            self.check()
 
     def _compute(self, layer, rows, name):
         array = self.arrays[name]
@@ -199,9 +200,9 @@ def draw_events(seed, n, batch=1, skew=True):
     return list((rng.random((n, batch, E)) * weight).argsort(-1)[..., :K])
 
 
-def hits_of(host, events):
+def hits_of(host, events, check_every=1):
     """Counters of the run."""
-    host.run(events)
+    host.run(events, check_every)
     host.transport._settle()
     return host.transport._counters.copy()
 
@@ -225,14 +226,14 @@ def test_ten_thousand_events_with_a_full_cache(monkeypatch, right):
     events = draw_events(0, 10_000 if right == 0.5 else 1_000)
     host = Host(monkeypatch, Pool(), slots=2, lane=StallingLane, right=right)
     try:
-        counters = hits_of(host, events)
+        counters = hits_of(host, events, len(events) // 1000)
         rows = host.transport.prefetch_stats()["rows"]
         assert rows["issued"] > len(events) // 20
     finally:
         host.transport.close()
     with monkeypatch.context() as patch:
         other = Host(patch, Pool(), slots=2, budget=1)
-        assert (hits_of(other, events) == counters).all()
+        assert (hits_of(other, events, 100) == counters).all()
         assert not any(other.transport.prefetch_stats()["rows"].values())
         other.transport.close()
 
