@@ -127,8 +127,8 @@ def figures_of(run: Run, none: list[Run], oracle: Run | None) -> dict:
     }
 
 
-HEADINGS = ("share", "predictor", "ms/token", "repeats", "against none", "of the oracle", "hit", "precision", "coverage", "on time",
-            "late", "wasted", "layers on", "equal")  # fmt: skip
+HEADINGS = ("share", "predictor", "ms/token", "repeats", "against none", "of the oracle", "hit", "precision",
+            "coverage", "on time", "late", "wasted", "layers on", "equal")  # fmt: skip
 
 
 def line(row: dict) -> list[str]:

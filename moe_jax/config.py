@@ -234,8 +234,9 @@ class OffloadConfig:
         if self.prefetch is None:
             given = [f"{key}={getattr(self, key)!r}" for key, plain in _PREFETCH_KEYS if getattr(self, key) != plain]
             if given:
+                verb = "has" if len(given) == 1 else "have"
                 raise ConfigError(
-                    f"{' and '.join(given)} has no effect without a predictor: name one as prefetch, such as "
+                    f"{' and '.join(given)} {verb} no effect without a predictor: name one as prefetch, such as "
                     "'cross-layer+temporal', or leave it out"
                 )
         elif self.transport not in ("auto", "callback"):
