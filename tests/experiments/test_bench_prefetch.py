@@ -50,6 +50,7 @@ def run(script, *options):
     return CliRunner().invoke(script.app, list(map(str, options)))
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_trace(script, routes, tmp_path):
     options = ("--predictors", "cross-layer+temporal", "--shares", "0.25", "--rows", 40, "--repeats", 2)
     done = run(script, routes, "--dry", *options, "--out", tmp_path / "out.json")
