@@ -121,9 +121,8 @@ class PlayedRun:
         if prefetcher is not None:
             prefetcher.wait(None)
             prefetcher.wait_rest(None)
-            free = ~prefetcher.taken
             listed, scores = np.flatnonzero(need), step.scores[layer]
-            prefetcher.ahead(layer, listed, scores, {}, self.cache._slot_of, free)
+            prefetcher.ahead(layer, listed, scores, {}, self.cache._slot_of, lambda: ~prefetcher.taken)
             self.check_balance()
         lane.now = max([lane.now, *ready, *lane.waited]) + self.layer_seconds
 

@@ -87,18 +87,22 @@ class Prefetcher:
         self.shutoffs = [ShutOff(seed * spec.L + layer, settings.shutoff) for layer in range(spec.L)]
         self.taken = np.zeros((rows,), bool)
         self._held: dict[tuple[int, int], _Held] = {}
+        self._queued: list[_Held] = []  # of these, the ones that are not known to have begun
         self._evicted_by: dict[tuple[int, int], _Held] = {}
         self._claimed: list[_Held] = []  # in use by the running event
+        self._unseen: tuple | None = None  # an event that is still to be observed
         self._loans: list[tuple] = []  # (copy, row of the tier, its `finish`)
         self._event, self._step = 0, -1
         self._trials: dict[int, tuple] = {}  # target layer -> (on, when its prefetch was decided), until it was timed
         self._timed: dict[int, tuple] = {}  # layer whose event has begun -> the same, until the next event begins
+        self._now = 0.0  # when the running event began
         self._banks: tuple | None = None
 
     # ----------------------------------------------------------------------------------------------------------- events
 
     def begin(self, script=None):
         """A run begins, see `LivePredictor.begin`. What the reserve holds stays: it may be used."""
+        self.catch_up()
         self._pause()
         self._live.begin(script)
 
@@ -135,9 +139,8 @@ class Prefetcher:
                 self._release(held)
                 claimed[expert] = held.row
                 self._claimed.append(held)
-        for held in list(self._held.values()):  # queued for this event or an earlier one: too late
-            if held.deadline <= self._event:
-                self._drop_queued(held)
+        for held in [held for held in self._queued if held.deadline <= self._event]:  # too late
+            self._drop_queued(held)
         return claimed
 
     def wait(self, ctx):
@@ -157,24 +160,20 @@ class Prefetcher:
         Args:
           listed: ids that the event needed, [n] int. scores: [E] float32.
           banks: as the host call got them. slot_of: [L, E] int32 of the cache.
-          free: [rows] bool, rows that neither cache nor running event uses.
+          free: `free()` -> [rows] bool, rows that neither cache nor running event nor reserve uses.
           guess: see `LivePredictor.observe`.
         """
-        L, E = self.spec.L, self.spec.E
-        need = np.zeros((E,), bool)
-        need[listed] = True
-        first, last = layer == self._first, layer == L - 1
-        self._step += first
-        t = np.int32(self._step * L + layer)
-        self._live.observe(layer, need, scores, t, first=first, last=last, guess=guess)
+        self.catch_up()
+        self._unseen = layer, listed, scores, guess
         target = self._target(layer)
         if target is None:
             return
         on = self.shutoffs[target].ask()
         if target not in self._trials:
             self._trials[target] = on, self._now
-        if not on:
+        if not on:  # the event is observed when there is time, see `catch_up`
             return
+        self.catch_up()
         likely = self._live.predict(layer, target, max(1, len(listed)))
         likely = likely[slot_of[target, likely] < 0].tolist()
         absent = []
@@ -186,6 +185,18 @@ class Prefetcher:
         absent = [expert for expert in absent if (target, expert) not in self._held]
         if absent:  # not before: what is copied from now on keeps its host row
             self._tier.read_ahead(target, absent)
+
+    def catch_up(self):
+        """Observes the last event, if that is still to do."""
+        if self._unseen is None:
+            return
+        (layer, listed, scores, guess), self._unseen = self._unseen, None
+        need = np.zeros((self.spec.E,), bool)
+        need[listed] = True
+        first, last = layer == self._first, layer == self.spec.L - 1
+        self._step += first
+        t = np.int32(self._step * self.spec.L + layer)
+        self._live.observe(layer, need, scores, t, first=first, last=last, guess=guess)
 
     def _target(self, layer):
         """The layer that is prefetched for at the event of `layer`; None if nothing can be said of it."""
@@ -207,6 +218,7 @@ class Prefetcher:
     def _request(self, target, experts, room, banks, free):
         """Starts copies of up to so many `experts`, likeliest first, as far as the reserve has room."""
         rows, most = room
+        free_rows = victims = None  # asked for once there is something to put there
         deadline = self._event + self._lead
         # A copy that begins before its row is needed helps, even if it arrives late; the first one always may.
         waiting = 0 if most is None else self._lane.waiting_bytes
@@ -219,19 +231,23 @@ class Prefetcher:
                 return
             victim = None
             if len(self._held) >= self.settings.reserve:
-                victim = self._victim(deadline)
+                victims = self._victims(deadline) if victims is None else victims
+                victim = next(victims, None)
                 if victim is None:
                     return
                 self._waste(victim)
-                free[victim.row] = True
-            row = int(np.flatnonzero(free)[0])
-            free[row] = False
+            if free_rows is None:
+                free_rows = np.flatnonzero(free()).tolist()
+            row = free_rows.pop(0) if victim is None else victim.row
+            if victim is not None and row in free_rows:
+                free_rows.remove(row)
             copy = self._lane.copy(banks, target, expert, row)
             held = _Held(target, expert, row, deadline, copy)
             if victim is not None:
                 self._evicted_by[victim.layer, victim.expert] = held
             self._evicted_by.pop((target, expert), None)
             self._held[target, expert] = held
+            self._queued.append(held)
             self.taken[row] = True
             if self._tier is not None:
                 self._borrow(held)
@@ -239,22 +255,23 @@ class Prefetcher:
             rows -= 1
             waiting += self.spec.row_bytes
 
-    def _victim(self, deadline):
-        """Whose place a new row may take when the reserve is full: an arrived one whose event is over, the oldest
-        first, else one that is needed later than the new one; None if there is none."""
+    def _victims(self, deadline):
+        """Whose places new rows may take when the reserve is full, one after another: arrived ones whose event is over,
+        the oldest first, then those that are needed later than the new ones, the latest first."""
         arrived = [held for held in self._held.values() if held.copy.done]
         over = [held for held in arrived if held.deadline <= self._event]
-        if over:
-            return min(over, key=lambda held: held.deadline)
         later = [held for held in arrived if held.deadline > deadline]
-        return max(later, key=lambda held: held.deadline) if later else None
+        order = [*sorted(over, key=lambda held: held.deadline), *sorted(later, key=lambda held: -held.deadline)]
+        for held in order:
+            if held.deadline <= self._event or held.deadline > deadline:  # else it was predicted again meanwhile
+                yield held
 
     # ------------------------------------------------------------------------------------------------------ bookkeeping
 
     def _notice(self):
         """What has begun or ended since the last event."""
         self._lane.poll()
-        for held in self._held.values():
+        for held in list(self._queued):
             self._note_issued(held)
         for copy, row, finish in self._loans:
             if copy.done:
@@ -264,6 +281,7 @@ class Prefetcher:
     def _note_issued(self, held):
         if held.copy.begun and not held.issued:
             held.issued = True
+            self._queued.remove(held)
             self.books.add(held.layer, ISSUED)
 
     def _borrow(self, held):
@@ -290,6 +308,8 @@ class Prefetcher:
     def _release(self, held):
         """The reserve has no more to do with a row."""
         self.taken[held.row] = False
+        if not held.issued:
+            self._queued.remove(held)
         del self._held[held.layer, held.expert]
 
     def _waste(self, held):
@@ -351,14 +371,14 @@ class Prefetcher:
 
     def end(self):
         """The model is being closed: what it has seen counts."""
+        self.catch_up()
         self._live.end()
 
     def stats(self) -> dict:
         """Predictor, budget, state by layer, and what became of the rows since this predictor was chosen."""
-        waiting = 0
-        for held in self._held.values():
+        for held in list(self._queued):
             self._note_issued(held)
-            waiting += held.issued
+        waiting = len(self._held) - len(self._queued)
         budget = self.settings.budget
         return {
             "predictor": self._live.predictor.name,

@@ -143,9 +143,19 @@ class PrefetchTransport(CallbackTransport):
     def _on_down(self, layer, ctx, out, values, banks):
         super()._on_down(layer, ctx, out, values, banks)
         self._prefetcher.wait_rest(ctx)
+        listed, scores = self._listed, self._scores_now
+        self._prefetcher.ahead(layer, listed, scores, banks, self._slot_of, self._free_rows, guess=self._guess)
+
+    def _free_rows(self):
+        """[rows] bool: nobody has them, and the running event does not read them."""
         free = (self._owner < 0) & ~self._prefetcher.taken
         free[self._event_rows] = False
-        self._prefetcher.ahead(layer, self._listed, self._scores_now, banks, self._slot_of, free, guess=self._guess)
+        return free
+
+    def _settle(self):
+        super()._settle()
+        if self._prefetcher is not None:
+            self._prefetcher.catch_up()
 
     def _on_prefill(self, layer, ctx, out, values, banks):
         self._prefetcher.drop()  # a prompt needs most experts, and the rows

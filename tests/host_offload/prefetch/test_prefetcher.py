@@ -138,7 +138,7 @@ def test_a_scripted_predictor_needs_its_script():
         run.prefetcher.begin()
     run.prefetcher.begin([])
     with pytest.raises(ValueError, match="the recorded run has 0 steps, and this is one more"):
-        run.prefetcher.ahead(0, np.array([1]), np.zeros(6), {}, run.cache._slot_of, np.ones(run.rows, bool))
+        run.prefetcher.ahead(0, np.array([1]), np.zeros(6), {}, run.cache._slot_of, lambda: ~run.prefetcher.taken)
 
 
 def test_lead_beyond_a_step_is_refused():
