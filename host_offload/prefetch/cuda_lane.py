@@ -126,6 +126,8 @@ class CudaLane:
 
     def drain(self):
         """Waits on the host until no copy is under way; what has not begun is dropped."""
+        if self._stream is None:
+            return
         self._queue.clear()
         check(cuda.cudart.cudaStreamSynchronize(self._stream))
         while self._flying:

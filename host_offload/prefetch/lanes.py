@@ -110,10 +110,12 @@ class NumpyLane:
             self._turn.wait_for(lambda: copy.done)
 
     def drain(self):
-        """Waits on the host until no copy is under way; what has not begun is dropped."""
+        """Waits on the host until no copy is under way; what has not begun is dropped, and faults are forgotten: this
+        comes after one that was reported, or before the end."""
         with self._turn:
             self._queue.clear()
             self._turn.wait_for(lambda: self._running is None)
+            self._failed = None
 
     def close(self):
         """Drains and ends the thread. May be repeated."""

@@ -41,6 +41,7 @@ class PrefetchTransport(CallbackTransport):
         """Another predictor or budget over the same banks: books, windows and trials begin anew."""
         if self._prefetcher is not None:
             self._prefetcher.drop()
+            self._prefetcher.end()
         self.settings, self.gate = settings, settings.gate
         self._prefetcher = Prefetcher(
             self.spec, self.rows, settings, self._lane, tier=self._tier, first=self.starts[-1], seed=self.seed
@@ -77,6 +78,8 @@ class PrefetchTransport(CallbackTransport):
 
     def close(self):
         self._lane.close()
+        if self._prefetcher is not None:
+            self._prefetcher.end()
         super().close()
 
     def prefetch_stats(self) -> dict:
@@ -158,5 +161,6 @@ class PrefetchTransport(CallbackTransport):
             self._prefetcher.catch_up()
 
     def _on_prefill(self, layer, ctx, out, values, banks):
+        self._lane.poll()  # raises what a copy that nobody used has raised
         self._prefetcher.drop()  # a prompt needs most experts, and the rows
         super()._on_prefill(layer, ctx, out, values, banks)

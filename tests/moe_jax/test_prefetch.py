@@ -155,6 +155,13 @@ def test_warm_start_goes_on_where_the_last_run_ended(tiny, tmp_path):
         assert stats["ready"] and (stats["learned_tokens"], stats["learned_requests"]) == (NEW - 1, 1)
         assert generate(moe) == wanted
         assert balanced(moe.stats())["issued"]
+        spec = moe._engine.transport.spec
+    with MoE(tiny("mixtral"), config | {"host_memory_bytes": tier_bytes(spec, 12)}) as moe:
+        limit = time.monotonic() + 20
+        while moe.stats()["disk"]["bytes_read"] < 12 * spec.row_bytes and time.monotonic() < limit:
+            time.sleep(0.01)  # hot experts are read before anybody asks
+        assert moe.stats()["disk"]["bytes_read"] == 12 * spec.row_bytes and not moe.stats()["disk"]["misses"]
+        assert generate(moe) == wanted
     with pytest.raises(ConfigError, match=r"warm_start: .*warm.npz was learned from another checkpoint"):
         MoE(tiny("olmoe"), config)
 

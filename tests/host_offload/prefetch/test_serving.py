@@ -376,7 +376,6 @@ def test_a_copy_that_fails_is_raised_and_the_next_run_is_right(monkeypatch):
     for drain in host.transport._calls.drains:
         drain()
     host.transport._clear()
-    host.transport._lane.poll()
     host.run(events)
     host.transport.close()
 
