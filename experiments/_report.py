@@ -97,6 +97,10 @@ def table(moe: MoE, run: Mapping[str, Any]) -> Table:
         read = run["bytes_read_per_token"]
         line("host hit rate", _scaled(run["host_hit_rate"], 100), "%", f"{tier['why']}, {tier['policy']}")
         out.add_row("read a token", "-" if read is None else size(read), f"from disk, {tier['reads']}{rate}")
+    if ahead := stats["prefetch"]:
+        rows, on = ahead["rows"], sum(layer["on"] for layer in ahead["layers"])
+        note = f"rows in time, {rows['late']} late, {rows['wasted']} wasted; {ahead['predictor']}, "
+        line("prefetched", rows["on_time"], "", note + f"on in {on} of {len(ahead['layers'])} layers", 0)
     line("link floor", run["link_floor_ms"], "ms", f"{run['link_gbps']:,.1f} GB/s, {run['link_source']}", 2)
     memory = "HBM floor" if accelerated else "memory floor"
     line(memory, run["hbm_floor_ms"], "ms", f"{run['hbm_gbps']:,.1f} GB/s, {run['hbm_source']}", 2)

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from _prompts import UsageError, read_chat, read_prompts, token_id
 
 # moe_jax is imported where it is needed: --help and a misspelt option need not wait for jax.
 
-DEMO_PROMPT = "Once upon a time there was a poor woodcutter who lived at the edge of a great forest with his"
 # What the demo model's card recommends.
 DEMO_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 40, "repetition_penalty": 1.1}
 SHOWN_OF_PROMPT = 300
@@ -30,10 +30,6 @@ SHOWN_OF_PROMPT = 300
 STDERR = 2  # file descriptor
 
 EXIT_FAULT, EXIT_USAGE, EXIT_INTERRUPT, EXIT_PIPE = 1, 2, 130, 141
-
-
-class UsageError(Exception):
-    """The options contradict each other or name what is not there."""
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -148,6 +144,27 @@ def main(
     device_memory_ratio: Annotated[
         float | None, option(CACHE, "Share of device memory that may be used. Default: 0.75.")
     ] = None,
+    prefetch: Annotated[
+        str | None,
+        option(
+            CACHE,
+            "Predictor by which experts are fetched before they are needed, with --transport callback: gate-1, "
+            "cross-layer+temporal or another of docs/predictors.md. Default: none.",
+        ),
+    ] = None,
+    prefetch_budget: Annotated[
+        str | None,
+        option(CACHE, "Most bytes that a layer may prefetch, such as 32MiB. Default: auto, what begins in time."),
+    ] = None,
+    no_prefetch_shutoff: Annotated[
+        bool, option(CACHE, "Prefetch for layers that it makes slower, too.", "--no-prefetch-shutoff")
+    ] = False,
+    warm_start: Annotated[
+        str | None,
+        option(
+            CACHE, "File with what the predictor learned of this checkpoint; read at the start, written at the end."
+        ),
+    ] = None,
     offload_path: Annotated[
         str | None, option(CACHE, "Directory for packed expert rows, reused by later runs.")
     ] = None,
@@ -185,6 +202,10 @@ def main(
         "expert_cache_bytes": expert_cache_bytes,
         "host_memory_bytes": host_memory_bytes,
         "host_policy": host_policy,
+        "prefetch": prefetch,
+        "prefetch_budget": prefetch_budget,
+        "prefetch_shutoff": False if no_prefetch_shutoff else None,
+        "warm_start": warm_start,
         "scope": scope,
         "contract": contract,
         "device_memory_ratio": device_memory_ratio,
@@ -211,8 +232,8 @@ def main(
         sampling = _sampling(sampling, max_new_tokens, demo=model is None)
         rates = _rates(link_gbps, hbm_gbps)
         _check_verify(verify, settings)
-        chat = _chat(chat, system, chat_template)
-        prompts = _prompts(prompt, prompt_file, batch, demo=model is None and chat is None)
+        chat = read_chat(chat, system, chat_template)
+        prompts = read_prompts(prompt, prompt_file, batch, demo=model is None and chat is None)
         record = files["--trace"] is not None
         run = Run(model, settings, prompts, sampling, max_new_tokens, rates, record, verify, verbose, chat, forced_bos)
     except (MoEJaxError, UsageError, OSError, MemoryError) as error:
@@ -306,87 +327,7 @@ def _writable(flag: str, path: str | None) -> Path | None:
     return path
 
 
-def _prompts(prompt, prompt_file, batch, demo) -> list[str]:
-    """The texts to continue."""
-    if prompt is not None and prompt_file is not None:
-        raise UsageError("--prompt and --prompt-file both give a prompt: leave one of them out")
-    if prompt_file is None:
-        if prompt is None and not demo:
-            raise UsageError("no prompt: give --prompt TEXT, or --prompt-file FILE (- reads standard input)")
-        return [DEMO_PROMPT if prompt is None else prompt] * (batch or 1)
-    try:
-        raw = sys.stdin.buffer.read() if prompt_file == "-" else Path(prompt_file).read_bytes()
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--prompt-file={prompt_file}: not UTF-8 text ({error.reason} at {error.start})") from error
-    except OSError as error:
-        raise UsageError(f"--prompt-file={prompt_file}: {error.strerror}") from error
-    if batch is None:
-        text = text.removesuffix("\n")
-        if not text:
-            raise UsageError(f"--prompt-file={prompt_file}: the file is empty")
-        return [text]
-    lines = [line for line in text.splitlines() if line.strip()]
-    if len(lines) < batch:
-        raise UsageError(
-            f"--prompt-file={prompt_file} has {len(lines)} lines that are not blank, fewer than --batch={batch}"
-        )
-    return lines[:batch]
-
-
-def _chat(chat, system, template_file) -> "Chat | None":
-    if not chat:
-        for flag, value in (("--system", system), ("--chat-template", template_file)):
-            if value is not None:
-                raise UsageError(f"{flag} is for conversations: add --chat, or leave it out")
-        return None
-    if template_file is None:
-        return Chat(system)
-    try:
-        return Chat(system, Path(template_file).read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--chat-template={template_file}: not UTF-8 text") from error
-    except OSError as error:
-        raise UsageError(f"--chat-template={template_file}: {error.strerror}") from error
-
-
 # -------------------------------------------------------------------------------------------------------------- the run
-
-
-@dataclasses.dataclass(frozen=True)
-class Chat:
-    """Prompts are messages of users: after the text `system` if there is one, by `template` or the tokenizer's own."""
-
-    system: str | None = None
-    template: str | None = None
-
-    def encode(self, tokenizer, prompts: list[str]) -> dict[str, Any]:
-        """Arguments of `generate`: ids [B, T] of a conversation each, padded on the left, and their mask."""
-        import numpy as np
-
-        from moe_jax.generation.chat import encode_chat
-
-        if self.template is None and tokenizer.chat_template is None:
-            raise UsageError(
-                "--chat: the tokenizer has no chat template, as base models have none: give --chat-template FILE, or "
-                "leave --chat out"
-            )
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        rows = [encode_chat(tokenizer, [*first, {"role": "user", "content": text}], self.template) for text in prompts]
-        ids, mask = np.zeros((2, len(rows), max(map(len, rows))), int)
-        for i, row in enumerate(rows):
-            ids[i, -len(row) :], mask[i, -len(row) :] = row, 1
-        return {"inputs": ids, "attention_mask": mask}
-
-
-def _token_id(tokenizer, text: str) -> int:
-    """The id that --forced-bos names."""
-    if text.isdecimal():
-        return int(text)
-    token = tokenizer.get_vocab().get(text)
-    if token is None:
-        raise UsageError(f"--forced-bos={text!r} is no token of this tokenizer: give one of its vocabulary, or an id")
-    return token
 
 
 class Run:
@@ -429,7 +370,7 @@ class Run:
                     "MoE(directory).generate([1, 2, 3])"
                 )
             if forced_bos is not None:
-                sampling = sampling | {"forced_bos_token_id": _token_id(self.moe.tokenizer, forced_bos)}
+                sampling = sampling | {"forced_bos_token_id": token_id(self.moe.tokenizer, forced_bos)}
             self.sampling = sampling
             vocabulary = self.moe.model_config.vocab_size
             for token in sampling.get("eos_token_id", []):

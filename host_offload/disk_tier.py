@@ -2,14 +2,15 @@
 
 `DiskTier` stands in the place of an `ExpertPool` in the `callback` transport. It holds H of the L * E rows. An event
 first says which experts the device misses (`event`), then waits until they are in host memory (`ensure`), and what its
-later rounds need is read meanwhile (`read_ahead`). Who stays is decided by `plan_event` with a policy of its own,
-global scope and the contract `atomic-forced-admit`.
+later rounds, or later layers by a prediction, need is read meanwhile (`read_ahead`). Who stays is decided by
+`plan_event` with a policy of its own, global scope and the contract `atomic-forced-admit`.
 """
 
 import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
 import numpy as np
@@ -65,7 +66,7 @@ class DiskTier:
 
     Owner of the tables: the thread that makes the host calls (XLA's execution thread while a program runs, else the
     engine's), one at a time. Threads of its own write rows that the tables give to them and to nobody else. A row is
-    given away only when no read is under way into it and no copy out of it may be (`moving`).
+    given away only when no read is under way into it and no copy out of it may be (`moving`, `lend`).
 
     Args:
       spec: `RowSpec`. source: `RowSource`; the tier closes it, or what it made of it.
@@ -100,6 +101,7 @@ class DiskTier:
         self._step, self._layer = -1, spec.L  # of the event clock
         self._awaited = np.zeros((spec.L * spec.E,), bool)  # experts that the running event still needs
         self._moving: dict[int, int] = {}  # row -> round in which its copy to the device was started
+        self._lent: dict[int, Callable[[], None]] = {}  # row -> what ends the copy out of it, see `lend`
         self._reads: dict[int, _Job] = {}  # row -> the read that fills it, until that is known to have ended
         self._lock = threading.Lock()  # of what follows, which the reading threads count
         self._counters = np.zeros((spec.L, 3), np.int64)
@@ -166,10 +168,14 @@ class DiskTier:
 
     # ----------------------------------------------------------------------------------------------------------- events
 
-    def event(self, layer: int, experts) -> None:
+    def event(self, layer: int, experts, on_their_way=()) -> None:
         """Begins an event: the device misses these `experts` [n] of `layer`, none if it has all that it needs.
 
-        To be called when every copy of the event before has ended. Reads ahead that were not begun are dropped.
+        on_their_way: those that it misses too, but which reach it by copies of before. The policy observes them like
+        the others, so that host memory keeps what it would keep without prefetch; nothing is read or kept for them.
+
+        To be called when every copy of the event before but those of `lend` has ended. Reads ahead that were not begun
+        are dropped.
         """
         self._moving = {}
         with self._undivided():
@@ -181,7 +187,7 @@ class DiskTier:
             self._step += 1
         self._layer = layer
         self._awaited[:] = False
-        if not len(experts):
+        if not len(experts) and not len(on_their_way):
             return
         need = self._need(experts)
         self._awaited[layer * self.spec.E : (layer + 1) * self.spec.E] = need
@@ -189,6 +195,7 @@ class DiskTier:
         self._count(layer, HOST_HITS, found)
         self._count(layer, HOST_MISSES, np.count_nonzero(need) - found)
         scores = np.zeros((self.spec.E,), np.float32)
+        need[list(on_their_way)] = True
         self._state = self.policy.observe(np, self._state, layer, need, scores, self._clock)
 
     def ensure(self, layer: int, experts, finish=None) -> None:
@@ -232,7 +239,7 @@ class DiskTier:
         with self._undivided():
             self._settle()
             occupied = np.flatnonzero(self._owner >= 0)
-            kept = {*self._moving, *self._reads, *occupied[self._awaited[self._owner[occupied]]].tolist()}
+            kept = {*self._moving, *self._lent, *self._reads, *occupied[self._awaited[self._owner[occupied]]].tolist()}
             absent = [expert for expert in experts if self._slot_of[layer, expert] < 0][: self.rows - len(kept)]
             if absent:
                 self._admit(layer, absent, AHEAD, None)
@@ -242,6 +249,27 @@ class DiskTier:
         for expert in experts:
             self._moving[int(self._place(layer, expert))] = turn
             self._awaited[layer * self.spec.E + expert] = False
+
+    def present(self, layer: int, experts) -> np.ndarray:
+        """[n] bool: which of `experts` [n] of `layer` lie in host memory, their read ended."""
+        with self._undivided():
+            self._settle()
+        rows = self._slot_of[layer, list(experts)].tolist()
+        return np.array([row >= 0 and row not in self._reads for row in rows], bool)
+
+    def lend(self, layer: int, expert: int, finish: Callable[[], None]) -> int:
+        """Keeps the row of a present expert for a copy that may outlast the event; returns it for `give_back`.
+
+        finish: ends the copy, or sees to it that it never begins; called if the row must make room.
+        """
+        row = int(self._place(layer, expert))
+        self._lent[row] = finish
+        return row
+
+    def give_back(self, row: int, finish: Callable[[], None]) -> None:
+        """The copy out of a row that was lent with this `finish` has ended, or will never begin."""
+        if self._lent.get(row) is finish:  # else it had to make room, and may be lent again
+            del self._lent[row]
 
     def reset_policy(self) -> None:
         """The policy at the start of a request (`Policy.reset`)."""
@@ -264,11 +292,12 @@ class DiskTier:
         return {self._reads[row] for row in rows if row in self._reads}
 
     def _priority(self, layer, expert, t):
-        """The policy's, above it what is being moved, the latest round last to leave, then what is being read, and
-        above all what the running event still needs."""
+        """The policy's, above it what is being moved, the latest round last to leave, then what is being read or lent,
+        and above all what the running event still needs."""
         least = np.full((self.rows + 1,), -np.inf, np.float32)  # of each row; the last is for experts without one
-        least[list(self._reads)] = np.finfo(np.float32).max
-        least[list(self._moving)] = [MOVING * (1 + turn) for turn in self._moving.values()]
+        least[[*self._reads, *self._lent]] = np.finfo(np.float32).max
+        for row, turn in self._moving.items():
+            least[row] = max(least[row], MOVING * (1 + turn))
         priority = np.fmax(self.policy.priority(np, self._state, layer, expert, t), least[self._slot_of[layer, expert]])
         priority[self._awaited[layer * self.spec.E + expert]] = np.inf
         return priority
@@ -293,8 +322,9 @@ class DiskTier:
         missing = [int(expert) for expert in experts if plan.miss[expert]]
         if not missing:
             return
-        # Free rows into which a read that was given up still runs come after the others.
-        free = sorted(np.flatnonzero(self._owner < 0).tolist(), key=lambda row: row in self._reads)
+        # Free rows into which a read that was given up still runs, or out of which a copy may, come after the others.
+        free = np.flatnonzero(self._owner < 0).tolist()
+        free.sort(key=lambda row: row in self._reads or row in self._lent)
         rows = (free + self._slot_of.reshape(-1)[plan.evict].tolist())[: len(missing)]
         given_up = [job for row in rows if (job := self._vacate(row, finish)) is not None]
         plan.dest[missing] = rows
@@ -312,6 +342,9 @@ class DiskTier:
         if turn is not None:
             finish(turn)
             self._moving = {row: later for row, later in self._moving.items() if later > turn}
+        lent = self._lent.pop(row, None)
+        if lent is not None:
+            lent()
         job = self._reads.get(row)
         if job is None or job.future.cancel():
             return job

@@ -27,11 +27,14 @@ class Predictor(abc.ABC):
 
     `reads` names the per-step arrays of a trace that `observe` wants in `recorded`: "experts" (the truth, for the
     oracle) or the name of a `pred/<name>` array. `needs_fit` says that `init` needs a `fit` before.
+    `learned` names the entries of the state that `init` makes from what `fit` or `learn` found and nothing else: they
+    may be replaced in the middle of a request.
     """
 
     name: str = ""
     needs_fit: bool = False
     reads: tuple[str, ...] = ()
+    learned: tuple[str, ...] = ()
     cost_us: float = 0.0
 
     def __init__(self, lead_layers=1, cost_us=None, byte_cap=None):
@@ -49,6 +52,16 @@ class Predictor(abc.ABC):
         """Learns from `traces` (an iterable of `Trace`, all of one model) and returns self; by default nothing."""
         del traces
         return self
+
+    def learn(self, seen):
+        """Takes tables from what the running model has seen so far, an `Experience` (`prefetch/experience.py`).
+
+        Returns whether that was enough for `init`. Raises ValueError for a predictor that only `fit` can teach.
+        """
+        del seen
+        if self.needs_fit:
+            raise ValueError(f"predictor {self.name!r} is fitted on traces and cannot learn while a model runs")
+        return True
 
     @abc.abstractmethod
     def init(self, xp, L, E, seed):

@@ -1,7 +1,6 @@
 """`MoE`: a model from a directory or hub id, ready to generate, with its expert cache open to inspection and change."""
 
 import dataclasses
-import difflib
 import logging
 import os
 import time
@@ -16,12 +15,13 @@ from host_offload.disk_tier import DiskTier
 from host_offload.policy import Policy
 from host_offload.trace import Trace
 from moe_jax.checkpoint import open_checkpoint, resolve
-from moe_jax.config import CACHE_SIZE_KEYS, OffloadConfig
+from moe_jax.config import CACHE_SIZE_KEYS, OffloadConfig, unknown_setting
 from moe_jax.engine.engine import BUSY
 from moe_jax.engine.loading import (
     CacheBuilder,
     build_engine,
     check_policy,
+    check_prefetch,
     make_host_policy,
     make_policy,
     plan_parts,
@@ -80,6 +80,7 @@ class MoE:
         config = OffloadConfig.parse(config)
         make_policy(config.policy if policy is None else policy, config.transport)  # a wrong one costs no loading
         make_host_policy(config.host_policy)
+        check_prefetch(config)
         started = time.perf_counter()
         directory = resolve(checkpoint)
         progress = None if config.progress else False
@@ -122,7 +123,8 @@ class MoE:
         self.max_sequence_length, kind = plan.max_sequence_length, plan.transport
         logger.info("transport %s: %s", kind, plan.transport_why)
         self.config = config.replace(transport=kind)
-        self._builder = CacheBuilder(parts, self.config, plan)
+        check_prefetch(config, parts.cfg)
+        self._builder = CacheBuilder(parts, self.config, plan, self.fingerprint)
         self._builder.pool = pool
         chosen = make_policy(policy if policy is not None else self.config.policy, kind)
         check_policy(chosen.policy, kind, parts.spec)
@@ -140,6 +142,7 @@ class MoE:
             if self._builder.pool is not None and pool is None:
                 self._builder.pool.close()
             raise
+        self._builder.warm_host()
         self._chosen = chosen
         self._last = self._total = None
         self._routing: list[tuple[dict, list[dict]]] = []  # a call each: its cache, its rows
@@ -327,6 +330,8 @@ class MoE:
         scope: str | None = None,
         transport: str | None = None,
         contract: str | None = None,
+        prefetch: str | None = None,
+        prefetch_budget: int | str | None = None,
         **unknown: Any,
     ) -> "MoE":
         """Changes the expert cache and empties it; weights and the pinned pool stay where they are.
@@ -337,11 +342,14 @@ class MoE:
         compiled step: changing them does not recompile, unless more slots are asked for than the banks hold. Returns
         self.
 
+        `prefetch` names another predictor, or "none"; what predictors have learned stays. From none to one, and to or
+        from one that asks the model's routers, compiles again.
+
         Raises ConfigError, also for a keyword that is not listed, and leaves the cache as it was.
         """
         engine = self._idle_engine()
         if unknown:
-            raise _unknown_setting(next(iter(unknown)))
+            raise unknown_setting(next(iter(unknown)))
         changes = {
             "expert_slots": slots,
             "cache_rate": cache_rate,
@@ -349,6 +357,8 @@ class MoE:
             "scope": scope,
             "transport": transport,
             "contract": contract,
+            "prefetch": prefetch,
+            "prefetch_budget": prefetch_budget,
             "policy": policy if isinstance(policy, str) else None,
         }
         if transport == "auto":
@@ -356,15 +366,22 @@ class MoE:
         changes = {key: value for key, value in changes.items() if value is not None}
         if changes.get("transport") == "resident":  # the sizes set before are for the other transports
             changes = dict.fromkeys(CACHE_SIZE_KEYS) | changes
+        if prefetch == "none":  # what was set beside it goes with it
+            changes = {"prefetch_budget": "auto", "prefetch_shutoff": True, "warm_start": None} | changes
         config = self.config.replace(**changes)
+        check_prefetch(config, self.model_config)
+        settings = self._builder.prefetch(config)
         budget = self._builder.budget(config)
         wanted = policy if policy is not None else (self._chosen.select or self._chosen.given or config.policy)
         chosen = make_policy(wanted, config.transport, self._chosen.given)
         current = engine.transport
         check_policy(chosen.policy, config.transport, current.spec)
         fits = budget.total + current.spare <= current.rows
-        if config.transport == current.name and current.serves(chosen.policy) and fits:
+        same = config.transport == current.name and current.prefetches(settings)
+        if same and current.serves(chosen.policy) and fits:
             current.configure(budget, config.contract == "atomic-forced-admit", chosen.policy, chosen.select)
+            if settings is not None:
+                current.use(settings)
             engine.cache = current.empty(engine.cache)
             engine.refresh_operands()
         else:
@@ -382,6 +399,7 @@ class MoE:
         old = engine.transport
         rows = old.rows if config.transport != "resident" and old.name != "resident" else 0
         transport = builder.transport(config, chosen, bank_rows=rows)
+        old.quiesce()
         for leaf in jax.tree.leaves(engine.cache.banks):
             leaf.delete()  # before the new banks: there may be no room for both
         try:
@@ -401,19 +419,18 @@ class MoE:
         Each of `last` and `total` has `prefill` and `decode` apart (hits, misses, bypasses, evictions, bytes moved, per
         layer too), `ttft_seconds` (without compilation) and `seconds_per_token`. `kernel`, `decode_attention` and
         `decode_rows` (by sequences: the linear layers) name the code of decode, `policy_path` where the policy runs:
-        "plan kernel", "xla", "host" or "none". `experts` names the formats in which
-        experts rest and are computed, `dense_weights` what was done to packed dense ones when they were loaded.
+        "plan kernel", "xla", "host" or "none". `experts` names the formats in which experts rest and are computed,
+        `dense_weights` what was done to packed dense ones when they were loaded.
         `lookahead`: rows that long prompts moved to the next layer ahead of its router, since the transport was chosen.
         `load_seconds` includes `pool_seconds`: allocating pinned memory and filling it (None without a pool). `disk`:
         see `DiskTier.stats`, since the model was loaded; in each phase host hits and misses, and bytes read. None if no
-        expert is read from disk.
+        expert is read from disk. `prefetch`: predictor, budget, what became of the rows that were fetched ahead, in
+        rows and bytes, and for each layer whether prefetch is on and why, since the predictor was chosen; None without
+        one. Wasted rows are not among the bytes of `last` and `total`, which count misses.
         """
         engine = self._open_engine()
         transport, spec, parts = engine.transport, engine.transport.spec, self._builder.parts
-        slot_of, owner = transport.tables(engine.cache)
-        budget = transport.budget
-        resident = {layer: np.flatnonzero(slot_of[layer] >= 0).tolist() for layer in range(spec.L)}
-        pool = self._builder.pool
+        budget, pool = transport.budget, self._builder.pool
         return {
             "last": None if self._last is None else self._last.to_dict(),
             "total": self._total.to_dict(),
@@ -426,8 +443,7 @@ class MoE:
             "scope": budget.scope,
             "contract": self.config.contract,
             "slots": {"total": budget.total, "per_layer": list(budget.per_layer), "source": budget.source},
-            "resident_experts": resident,
-            "occupied_slots": int((owner >= 0).sum()),
+            **transport.occupancy(engine.cache),
             "experts": {
                 "layers": spec.L,
                 "per_layer": spec.E,
@@ -443,6 +459,7 @@ class MoE:
                 "pool_bytes": pool.nbytes if pool else 0,
             },
             "lookahead": transport.lookahead.stats(spec.row_bytes) if transport.lookahead else None,
+            "prefetch": transport.prefetch_stats(),
             "disk": pool.stats() if isinstance(pool, DiskTier) else None,
             "load_seconds": self.load_seconds,
             "pool_seconds": {"allocate": pool.allocate_seconds, "fill": pool.fill_seconds} if pool else None,
@@ -542,7 +559,11 @@ class MoE:
         return engine
 
     def _request(self, inputs, input_ids, attention_mask, max_new_tokens, sampling):
-        self._idle_engine()
+        if self._idle_engine().transport.scripted:
+            raise ConfigError(
+                f"prefetch={self.config.prefetch!r} reads what a recorded run did: use it with replay(), or choose a "
+                "predictor that learns while the model runs, such as 'cross-layer+temporal'"
+            )
         if (inputs is None) == (input_ids is None):
             raise InputError("give the prompt as the first argument or as input_ids, one of them")
         return make_request(
@@ -567,18 +588,14 @@ class MoE:
         self._total.merge(stats)
 
 
-def _unknown_setting(name: str) -> ConfigError:
-    known = ("policy", "slots", "cache_rate", "expert_cache_bytes", "scope", "transport", "contract")
-    near = ["slots"] if name in ("expert_slots", "slots_per_layer") else difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}; the rest is set when loading"
-    return ConfigError(f"set_cache() has no setting {name!r}; {hint}")
-
-
 def _release(engine, builder):
-    """Frees everything a model holds; also run when it is garbage-collected."""
-    if engine.alive:
+    """Frees everything a model holds, and keeps what a warm start needs; also run when it is garbage-collected."""
+    was_open = engine.alive
+    if was_open:
         transport = engine.transport
         engine.close()
         transport.close()
     if builder.pool is not None:
         builder.pool.close()
+    if was_open:
+        builder.keep_experience()

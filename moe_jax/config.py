@@ -25,6 +25,8 @@ SCOPES = ("layer", "global")
 CONTRACTS = ("atomic-bypass", "atomic-forced-admit")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_SIZE_KEYS = ("expert_slots", "cache_rate", "expert_cache_bytes")
+# Keys that only mean something beside `prefetch`, and what they are without.
+_PREFETCH_KEYS = (("prefetch_budget", "auto"), ("prefetch_shutoff", True), ("warm_start", None))
 
 _BYTE_UNITS = {"": 1, "b": 1} | {
     unit: base**power
@@ -44,6 +46,15 @@ def unknown_key(key: str, known: Sequence[str], what: str) -> ConfigError:
     near = difflib.get_close_matches(str(key).lower(), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
     return ConfigError(f"unknown {what} key {key!r}; {hint}")
+
+
+def unknown_setting(name: str) -> ConfigError:
+    """The error for a keyword that `MoE.set_cache` does not have."""
+    known = ("policy", "slots", "cache_rate", "expert_cache_bytes", "scope", "transport", "contract")
+    known += ("prefetch", "prefetch_budget")
+    near = ["slots"] if name in ("expert_slots", "slots_per_layer") else difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}; the rest is set when loading"
+    return ConfigError(f"set_cache() has no setting {name!r}; {hint}")
 
 
 def integer(key: str, value: Any, low: int, high: int | None = None) -> int:
@@ -119,6 +130,13 @@ class OffloadConfig:
             router scores.
         transport: how a missing expert reaches the device; "auto" chooses by hardware.
         policy: registered name of the cache policy.
+        prefetch: registered name of the predictor by which experts are fetched ahead of need in the transport
+            `callback`, or None ("none" means the same).
+        prefetch_budget: most bytes that one layer's event may prefetch, an int or text such as "32MiB"; "auto": what
+            begins to move before it is needed.
+        prefetch_shutoff: measure for each layer whether prefetch makes it faster, and leave it off where it does not.
+        warm_start: file with what predictors have learned of this checkpoint: read when the model is loaded, if it is
+            there, and written when it is closed; None learns anew each time.
         scope: "layer" (each MoE layer has its own slots) or "global" (one pool).
         contract: what an event may leave in the cache, see docs/architecture.md.
         dtype: compute dtype; "auto" is the checkpoint's.
@@ -148,6 +166,10 @@ class OffloadConfig:
     host_policy: str = "lru"
     transport: str = "auto"
     policy: str = "lru"
+    prefetch: str | None = None
+    prefetch_budget: int | str = "auto"
+    prefetch_shutoff: bool = True
+    warm_start: str | None = None
     scope: str = "layer"
     contract: str = "atomic-bypass"
     dtype: str = "auto"
@@ -178,6 +200,7 @@ class OffloadConfig:
         for key in ("policy", "host_policy"):
             if not isinstance(getattr(self, key), str) or not getattr(self, key):
                 raise bad_value(key, getattr(self, key), 'the name of a registered policy such as "lru"')
+        self._check_prefetch()
         _choice("scope", self.scope, SCOPES)
         _choice("contract", self.contract, CONTRACTS)
         _choice("dtype", self.dtype, DTYPES)
@@ -198,6 +221,35 @@ class OffloadConfig:
 
     def _set(self, key: str, value: Any) -> None:
         object.__setattr__(self, key, value)  # the only way to normalise a field of a frozen dataclass
+
+    def _check_prefetch(self) -> None:
+        if self.prefetch is not None and (not isinstance(self.prefetch, str) or not self.prefetch):
+            raise bad_value(
+                "prefetch", self.prefetch, 'the name of a predictor such as "cross-layer+temporal", or None'
+            )
+        if self.prefetch == "none":
+            self._set("prefetch", None)
+        if self.prefetch_budget != "auto":
+            self._set("prefetch_budget", parse_bytes("prefetch_budget", self.prefetch_budget))
+        _flag("prefetch_shutoff", self.prefetch_shutoff)
+        if self.warm_start is not None:
+            if not isinstance(self.warm_start, str | os.PathLike) or not os.fspath(self.warm_start):
+                raise bad_value("warm_start", self.warm_start, "the path of a file, or None")
+            self._set("warm_start", os.fspath(self.warm_start))
+        if self.prefetch is None:
+            given = [f"{key}={getattr(self, key)!r}" for key, plain in _PREFETCH_KEYS if getattr(self, key) != plain]
+            if given:
+                verb = "has" if len(given) == 1 else "have"
+                raise ConfigError(
+                    f"{' and '.join(given)} {verb} no effect without a predictor: name one as prefetch, such as "
+                    "'cross-layer+temporal', or leave it out"
+                )
+        elif self.transport not in ("auto", "callback"):
+            why = "moves experts inside the compiled program" if self.transport == "device" else "misses no expert"
+            raise ConfigError(
+                f"prefetch={self.prefetch!r} does not go with transport={self.transport!r}, which {why}: use "
+                "transport='callback', or leave prefetch out"
+            )
 
     def _check_cache_size(self) -> None:
         given = [key for key in CACHE_SIZE_KEYS if getattr(self, key) is not None]

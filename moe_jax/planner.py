@@ -20,6 +20,7 @@ import numpy as np
 
 from host_offload.capacity import SlotBudget, resolve_slots
 from host_offload.disk_tier import rows_within, tier_bytes
+from host_offload.prefetch import reserve_rows
 from host_offload.slots import round_group, spare_rows
 from host_offload.store import RowSpec
 from host_offload.transport.lookahead import lookahead_rows
@@ -46,8 +47,9 @@ class MemoryPlan:
     device_bytes: memory that jax may use on the device, None on a CPU. dense_bytes: parameters but the experts.
     kv_bytes, kv_pages: the KV pool with its trash page. state_bytes: states and kept sources of the largest batch.
     workspace_bytes: left for activations. staging_bytes: for rows that long prompts move ahead. slots: the
-    `SlotBudget`. spare_rows: rows beside the slots. pool_bytes: pinned host memory. host_rows: experts that have a row
-    there: all, none if resident, or some if the others are read from disk; disk_why: why these are, None if none is.
+    `SlotBudget`. spare_rows: rows beside the slots, those for prefetch included. pool_bytes: pinned host memory.
+    host_rows: experts that have a row there: all, none if resident, or some if the others are read from disk; disk_why:
+    why these are, None if none is.
     """
 
     transport: str
@@ -112,6 +114,11 @@ def max_pairs(cfg: ModelConfig, config: OffloadConfig) -> int:
     return power_of_two(config.max_batch) * cfg.num_experts_per_tok
 
 
+def prefetch_rows(cfg: ModelConfig, config: OffloadConfig, spec: RowSpec) -> int:
+    """Rows of the bank for prefetched experts."""
+    return reserve_rows(spec.L, spec.E, cfg.num_experts_per_tok) if config.prefetch else 0
+
+
 def plan_memory(
     cfg: ModelConfig,
     dtype: np.dtype,
@@ -149,6 +156,7 @@ def plan_memory(
     experts = spec.L * spec.E * spec.row_bytes
     transport, why = _choose_transport(config, device_bytes, reserved + spare * spec.row_bytes + experts)
     pool_bytes, host_rows, disk_why = _plan_host(config, spec, transport, spare, host_bytes)
+    spare += prefetch_rows(cfg, config, spec)
     if disk_why is not None and config.transport == "auto":
         transport, why = "callback", f"{disk_why}; the host reads the others from disk"
     config = config.replace(transport=transport)
@@ -222,6 +230,8 @@ def _choose_transport(config: OffloadConfig, device_bytes: int | None, resident_
     """(transport, why): "auto" is `resident` where no size was asked for and all fits, else `device`."""
     if config.transport != "auto":
         return config.transport, "as configured"
+    if config.prefetch:
+        return "callback", "prefetch is asked for, and the host does it"
     sized = any(getattr(config, key) is not None for key in CACHE_SIZE_KEYS)
     if not sized and device_bytes and resident_bytes <= config.device_memory_ratio * device_bytes:
         return "resident", "all experts fit in device memory and no cache size was asked for"

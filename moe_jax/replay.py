@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.trace import PREFILL, Trace
+from host_offload.predictors.replay import Step, replay_steps
+from host_offload.trace import PREFILL, Trace, TraceError
 from moe_jax.engine.engine import power_of_two
 from moe_jax.engine.forced_routing import ForcedRouting
 from moe_jax.engine.programs import NO_TOKEN
@@ -71,7 +72,10 @@ def replay(
         for batch in batches:
             params = [SamplingParams(max_new_tokens=request.new_tokens) for request in batch]
             forced = _stack(trace, batch, power_of_two(len(batch)))
-            run = engine.start([r.prompt for r in batch], params, seed=0, routing=record, forced=forced)
+            script = None
+            if engine.transport.scripted:
+                script = _script(trace, batch, engine.transport.reads)
+            run = engine.start([r.prompt for r in batch], params, seed=0, routing=record, forced=forced, script=script)
             pieces = []
             try:
                 for tokens in run.tokens():
@@ -205,6 +209,14 @@ def _stack(trace: Trace, batch: list[_Request], rows: int) -> ForcedRouting:
         weights=lay(trace.weights),
         scores=None if trace.scores is None else lay(trace.scores),
     )
+
+
+def _script(trace: Trace, batch: list[_Request], reads: tuple[str, ...]) -> list[Step]:
+    """The decode steps of a batch for a predictor that reads a recorded run; InputError if the trace lacks `reads`."""
+    try:
+        return list(replay_steps(trace.select([request.number for request in batch]), "decode", reads))
+    except TraceError as error:
+        raise InputError(str(error)) from error
 
 
 def _rows(pieces: list[np.ndarray], B: int) -> list[np.ndarray]:

@@ -30,7 +30,8 @@ class Copy(NamedTuple):
 class PlayedCuda(ModuleType):
     """The calls of `cuda.bindings.runtime` that the mover makes.
 
-    fails: (function, stream) -> whether a call answers with an error, and does nothing.
+    fails: (function, stream) -> whether a call answers with an error, and does nothing. late: event -> whether a query
+    finds it not ready yet.
     """
 
     cudaStreamNonBlocking = cudaEventDisableTiming = 1
@@ -44,6 +45,7 @@ class PlayedCuda(ModuleType):
         self.copies: list[Copy] = []
         self._reads, self.operations = [], 0
         self.fails = lambda function, stream: False
+        self.late = lambda event: False
 
     def _enqueue(self, stream):
         """(bit of a new operation, what must end before it starts)."""
@@ -90,6 +92,12 @@ class PlayedCuda(ModuleType):
         if self.fails("cudaStreamWaitEvent", stream):
             return (2,)
         stream.ended |= event.ended
+        return (0,)
+
+    def cudaEventQuery(self, event):
+        if self.late(event):
+            return (600,)
+        self.host.ended |= event.ended
         return (0,)
 
     def cudaStreamSynchronize(self, stream):

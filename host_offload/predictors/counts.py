@@ -73,6 +73,7 @@ class StaticFrequency(Predictor):
 
     name = "static-frequency"
     needs_fit = True
+    learned = ("count",)
     cost_us = 1.0
 
     def __init__(self, **declared):
@@ -86,6 +87,10 @@ class StaticFrequency(Predictor):
             count += need.sum(axis=0)
         self._count = count
         return self
+
+    def learn(self, seen):
+        self._count = seen.counts.total
+        return bool(seen.counts.tokens)
 
     def init(self, xp, L, E, seed):
         self._check_fitted(None if self._count is None else self._count[None], L, E)

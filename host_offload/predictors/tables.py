@@ -41,6 +41,73 @@ def log_evidence(pairs, source, target, tokens):
     return np.log(given / share[:, None]).astype(np.float32)
 
 
+class TableCounts:
+    """Which experts were needed together, counted over any number of requests: what the tables are made of.
+
+    Attributes (float64 images of counts; products of 0 and 1 count exactly and run as matrix products):
+      cross [lead, L, E, E]: tokens in which i was needed at the source layer and e at the layer `distance` after it, at
+        [distance - 1, source layer, i, e]. source, target [lead, L, E]: the same for i and for e alone; pairs [lead,
+        L]: tokens that were looked at. temporal [L, E, E]: tokens that needed e right after one that needed i; before,
+        after [L, E]: the same for i and for e alone; following: tokens that have one before them. total [L, E]: tokens
+        that needed e;
+        tokens: how many there were.
+    """
+
+    ARRAYS = ("cross", "source", "target", "pairs", "temporal", "before", "after", "total")
+
+    def __init__(self, L, E, lead=1, *, cross=True, temporal=True):
+        if lead > L:
+            raise ValueError(f"lead_layers: {lead} is more than the {L} MoE layers of the traces")
+        self.lead = lead
+        self.cross = np.zeros((lead if cross else 0, L, E, E))
+        self.source, self.target = np.zeros((lead, L, E)), np.zeros((lead, L, E))
+        self.pairs = np.zeros((lead, L))
+        self.temporal = np.zeros((L if temporal else 0, E, E))
+        self.before, self.after, self.total = (np.zeros((L, E)) for _ in range(3))
+        self.tokens = self.following = 0
+
+    def add(self, need, earlier=None):
+        """Counts consecutive tokens of one request, need [T, L, E] bool; `earlier` [L, E] is the token before them."""
+        fresh = len(need)
+        if earlier is not None:
+            need = np.concatenate([earlier[None], need])
+        real = need.astype(np.float64)
+        old = len(need) - fresh
+        self.tokens += fresh
+        self.total += real[old:].sum(axis=0)
+        self.following += len(real) - 1
+        self.before += real[:-1].sum(axis=0)
+        self.after += real[1:].sum(axis=0)
+        for layer in range(real.shape[1]):
+            if len(self.temporal):
+                self.temporal[layer] += real[:-1, layer].T @ real[1:, layer]
+            for ahead in range(1, len(self.cross) + 1):
+                source, _, target = pair_needs(real, layer, ahead)
+                if layer + ahead < real.shape[1]:  # in the same token: the earlier one was counted with its own
+                    source, target = source[old:], target[old:]
+                at = ahead - 1, layer
+                self.cross[at] += source.T @ target
+                self.source[at] += source.sum(axis=0)
+                self.target[at] += target.sum(axis=0)
+                self.pairs[at] += len(source)
+
+    def prior(self):
+        """float32 [L, E]: log P(e)."""
+        return np.log((self.total + 1) / (self.tokens + self.total.shape[-1])).astype(np.float32)
+
+    def cross_evidence(self):
+        """float32 [lead, L, E, E], see `log_evidence`."""
+        out = np.empty(self.cross.shape, np.float32)
+        for at in np.ndindex(self.cross.shape[:2]):
+            out[at] = log_evidence(self.cross[at], self.source[at], self.target[at], self.pairs[at])
+        return out
+
+    def temporal_evidence(self):
+        """float32 [L, E, E]."""
+        sides = zip(self.temporal, self.before, self.after, strict=True)
+        return np.stack([log_evidence(pairs, before, after, self.following) for pairs, before, after in sides])
+
+
 class _Tables(Predictor):
     """What the tables share: fitting, and the state {`last` [L, E] bool, the latest set of each layer; the tables}.
 
@@ -49,6 +116,7 @@ class _Tables(Predictor):
     """
 
     needs_fit = True
+    learned = ("prior", "cross", "temporal")
     cross_weight = temporal_weight = 0.0
 
     def __init__(self, **declared):
@@ -58,41 +126,26 @@ class _Tables(Predictor):
     def fit(self, traces):
         traces = list(traces)
         L, E = fitted_shape(traces)
-        if self.lead_layers > L:
-            raise ValueError(f"lead_layers: {self.lead_layers} is more than the {L} MoE layers of the traces")
-        lead = self.lead_layers
-        # Float64 products of 0 and 1 count exactly and run as matrix products.
-        cross, temporal = np.zeros((lead, L, E, E)), np.zeros((L, E, E))
-        counts = {name: np.zeros((lead, L, E)) for name in ("source", "target")}
-        before_count, after_count = np.zeros((L, E)), np.zeros((L, E))
-        tokens, pairs, following = 0, np.zeros((lead, L)), 0
-        total = np.zeros((L, E))
+        parts = {"cross": bool(self.cross_weight), "temporal": bool(self.temporal_weight)}
+        counts = TableCounts(L, E, self.lead_layers, **parts)
         for need in request_needs(traces):
-            real = need.astype(np.float64)
-            tokens += len(real)
-            total += real.sum(axis=0)
-            following += len(real) - 1
-            before_count += real[:-1].sum(axis=0)
-            after_count += real[1:].sum(axis=0)
-            for layer in range(L):
-                temporal[layer] += real[:-1, layer].T @ real[1:, layer]
-                for ahead in range(1, lead + 1) if self.cross_weight else ():
-                    source, _, target = pair_needs(real, layer, ahead)
-                    cross[ahead - 1, layer] += source.T @ target
-                    counts["source"][ahead - 1, layer] += source.sum(axis=0)
-                    counts["target"][ahead - 1, layer] += target.sum(axis=0)
-                    pairs[ahead - 1, layer] += len(source)
-        if not tokens:
+            counts.add(need)
+        if not counts.tokens:
             raise ValueError(f"predictor {self.name!r}: fit: the traces hold no tokens")
-        self._prior = np.log((total + 1) / (tokens + E)).astype(np.float32)
-        if self.cross_weight:
-            self._cross = np.empty((lead, L, E, E), np.float32)
-            for at in np.ndindex(lead, L):
-                self._cross[at] = log_evidence(cross[at], counts["source"][at], counts["target"][at], pairs[at])
-        if self.temporal_weight:
-            tables = [log_evidence(temporal[i], before_count[i], after_count[i], following) for i in range(L)]
-            self._temporal = np.stack(tables)
+        self._take(counts)
         return self
+
+    def learn(self, seen):
+        if seen.counts.lead < self.lead_layers:
+            raise ValueError(f"predictor {self.name!r}: lead_layers {self.lead_layers}, counted are {seen.counts.lead}")
+        if seen.counts.tokens:
+            self._take(seen.counts)
+        return bool(seen.counts.tokens)
+
+    def _take(self, counts):
+        self._prior = counts.prior()
+        self._cross = counts.cross_evidence() if self.cross_weight else None
+        self._temporal = counts.temporal_evidence() if self.temporal_weight else None
 
     def init(self, xp, L, E, seed):
         self._check_fitted(None if self._prior is None else self._prior[None], L, E)

@@ -31,6 +31,7 @@ class Transport(abc.ABC):
       experts: `ExpertSpec`, what an expert computes and how its row is stored. The products of experts that the kernels
         do not serve are plain XLA, and `kernel` says why.
       bank_rows: rows to allocate at least (a bank kept from a larger cache).
+      reserve: rows beside slots and spare ones, for prefetched experts.
       starts: MoE layers that begin a step: the first, and in an encoder-decoder the decoder's first.
       lookahead_rows: rows of the next layer that a long prompt moves before its router has run, see `lookahead.py`.
 
@@ -40,10 +41,12 @@ class Transport(abc.ABC):
 
     name: str
     plans = True  # whether a policy decides
+    gate = 0  # how many layers ahead the model's routers have to guess for `bind`; 0: they do not
+    scripted = False  # whether a run needs its steps told ahead of time
 
     def __init__(
         self, spec, pool, budget, policy, *, forced_admit, max_pairs, implementation, experts=SILU, select=None, seed=0,
-        bank_rows=0, starts=(0,), lookahead_rows=0,
+        bank_rows=0, starts=(0,), reserve=0, lookahead_rows=0,
     ):  # fmt: skip
         self.spec, self.pool, self.policy, self.select = spec, pool, policy, select
         self.implementation, self.seed, self.starts = implementation, seed, starts
@@ -57,7 +60,7 @@ class Transport(abc.ABC):
         self.experts, self.without_kernel = experts, experts.without_kernel()
         self.ffn_implementation = "xla" if self.without_kernel else implementation
         self.group = round_group(spec)
-        self.spare = spare_rows(spec, max_pairs, self.group)
+        self.spare = spare_rows(spec, max_pairs, self.group) + reserve
         self.budget, self.forced_admit = budget, forced_admit
         self.rows = max(bank_rows, budget.total + self.spare)
 
@@ -75,6 +78,10 @@ class Transport(abc.ABC):
             )
         self.budget, self.forced_admit = budget, forced_admit
         self.policy, self.select = policy, select
+
+    def prefetches(self, settings) -> bool:
+        """Whether the compiled programs and banks would serve these `PrefetchSettings` (None: no prefetch)."""
+        return settings is None
 
     def serves(self, policy) -> bool:
         """Whether the compiled programs would serve `policy` as they stand."""
@@ -123,6 +130,14 @@ class Transport(abc.ABC):
     def tables(self, state):
         """(slot_of [L, E], owner [rows]) as NumPy arrays."""
 
+    def occupancy(self, state) -> dict:
+        """For stats: resident_experts {layer: experts, ascending} and the number of occupied_slots."""
+        slot_of, owner = self.tables(state)
+        return {
+            "resident_experts": {layer: np.flatnonzero(row >= 0).tolist() for layer, row in enumerate(slot_of)},
+            "occupied_slots": int((owner >= 0).sum()),
+        }
+
     @abc.abstractmethod
     def begin(self, state):
         """Zeroes the counters (traced, at the start of a jitted call)."""
@@ -139,6 +154,13 @@ class Transport(abc.ABC):
     def finish_step(self, state):
         """Advances the clock and hands out the routing of the step: (state, (ids, weights, scores) a layer)."""
         return replace(state, step=state.step + 1, record=()), state.record
+
+    def prefetch_stats(self) -> dict | None:
+        """What `Prefetcher.stats` says, None without prefetch."""
+        return None
+
+    def quiesce(self):  # noqa: B027 (most transports move nothing between programs)
+        """No copy into the banks is under way after this: to be called before they are freed."""
 
     def take_error(self):
         """The exception of a callback since the last call, or None."""

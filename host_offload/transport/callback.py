@@ -22,6 +22,8 @@ from host_offload.transport.lookahead import Lookahead, looks_ahead
 from host_offload.transport.rounds import serve_rounds
 from pallas_kernels.expert_ffn import expert_ffn_decode
 
+NOTHING = np.zeros((0,), np.int64)
+
 
 class CallbackTransport(Transport):
     """Host-side cache. Its pool may be a `DiskTier`.
@@ -35,6 +37,7 @@ class CallbackTransport(Transport):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._tier = self.pool if isinstance(self.pool, DiskTier) else None
+        self._every_event = self._tier is not None  # whether `_bring` is called without a miss, too
         if self._tier is not None:  # what host memory lacks cannot be moved ahead of need
             self.staging_rows = 0
         self.mover = make_mover(self.pool, len(self.experts.parts("gate_up")), self.staging_rows)
@@ -116,13 +119,14 @@ class CallbackTransport(Transport):
     def _scores(self, scores, live):
         return {"scores": event_scores(scores, live)} if self.policy.uses_scores else {}
 
-    def _decode(self, layer, x, ids, weights, scores, live, state):
+    def _decode(self, layer, x, ids, weights, scores, live, state, more=None):
+        """`more`: name -> array that rides to the host with the event."""
         pairs = ids.size
         distinct = min(self.spec.E, pairs)
         single = ids.shape[0] == 1
         # One row: its K experts are distinct and stand in the router's order, so only row numbers come back.
         tables = {"rows": (distinct,)} if single else {"rows": (distinct,), "count": (1,), "entry": (pairs,)}
-        values = {"ids": ids, **({} if single else {"live": live}), **self._scores(scores, live)}
+        values = {"ids": ids, **({} if single else {"live": live}), **self._scores(scores, live), **(more or {})}
         with jax.named_scope("callback"):
             out, state = self._calls.call(self._on_decode, layer, tables, values, state)
         if single:
@@ -211,12 +215,14 @@ class CallbackTransport(Transport):
         """
         if self._unsettled is None:
             return
-        (layer, listed, all_hit, arrays), self._unsettled = self._unsettled, None
+        (layer, listed, missing, rows, arrays), self._unsettled = self._unsettled, None
         need = np.zeros((self.spec.E,), bool)
         need[listed] = True
         t = self._observe(layer, need, arrays)
-        if not all_hit:
-            self._apply(self._plan(layer, need, t, True), t)
+        if len(missing):
+            plan = self._plan(layer, need, t, False)
+            plan.dest[missing] = rows
+            self._apply(plan, t)
             return
         # Nobody comes, so nobody leaves: residents are never more than the slots. Ranking them would take the host
         # longer than the device takes for such a layer.
@@ -232,14 +238,11 @@ class CallbackTransport(Transport):
         row_of_listed = self._slot_of[layer, listed]
         absent = row_of_listed < 0
         all_hit = not absent.any()
-        missing = () if all_hit else np.sort(listed[absent])
-        if self._tier is not None:
-            self._tier.event(layer, missing)
-            self._tier.ensure(layer, missing)
-        if not all_hit:  # free rows now, in the order that `plan_event` assigns them
-            free = np.flatnonzero(self._owner < 0)[: missing.size]
+        missing = free = NOTHING if all_hit else np.sort(listed[absent])
+        if self._every_event or not all_hit:
+            free = self._bring(layer, ctx, banks, listed, missing, arrays)
+        if not all_hit:
             row_of_listed[absent] = free[np.searchsorted(missing, listed[absent])]
-            self.mover.move(ctx, banks, layer, list(zip(missing.tolist(), free.tolist(), strict=True)))
         rows = np.zeros(out["rows"].shape, np.int32)
         rows[: listed.size] = row_of_listed
         self.mover.store(ctx, out["rows"], rows)
@@ -249,9 +252,20 @@ class CallbackTransport(Transport):
             self.mover.store(ctx, out["count"], listed.size)
             self.mover.store(ctx, out["entry"], np.where(live[:, None], entry[ids], 0).reshape(-1))
         kept = {name: array.copy() for name, array in arrays.items() if name == "scores"}
-        self._unsettled = layer, listed, all_hit, kept
+        self._unsettled = layer, listed, missing, free, kept
         if layer == self.spec.L - 1:  # a fault must show in its own step
             self._settle()
+
+    def _bring(self, layer, ctx, banks, listed, missing, arrays):
+        """Has the missing experts [n] moved, ascending, and returns their rows [n]: free ones, who leaves is decided
+        later. `listed`: all that are needed; arrays: what came with the event."""
+        if self._tier is not None:
+            self._tier.event(layer, missing)
+            self._tier.ensure(layer, missing)
+        free = np.flatnonzero(self._owner < 0)[: missing.size]
+        if missing.size:
+            self.mover.move(ctx, banks, layer, list(zip(missing.tolist(), free.tolist(), strict=True)))
+        return free
 
     def _on_down(self, layer, ctx, out, values, banks):
         self.mover.wait_rest(ctx)

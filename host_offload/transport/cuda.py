@@ -187,6 +187,11 @@ class CudaMover:
                 to, stream = self._staged[name] + place * nbytes, self._streams[place % self.STREAMS]
                 check(cudart.cudaMemcpyAsync(to, self._pool.address(layer, name, expert), nbytes, H2D, stream))
 
+    def let_pass(self, stream):
+        """What follows on `stream` starts after the rows of the last `move`."""
+        for event in self._rest:
+            check(cudart.cudaStreamWaitEvent(stream, event, 0))
+
     def move_ahead(self, ctx, banks, layer, moves, turn, staged=()):
         """Starts the moves of round `turn`, once all that is enqueued on XLA's stream is done; `staged` are (place,
         row) pairs that come from staging memory."""

@@ -79,10 +79,14 @@ def make_mover(pool, early=1, staging_rows=0):
 
 
 class HostCalls:
-    """Owner of `mover` and `error`: XLA's execution thread while a program runs, else the engine's thread."""
+    """Owner of `mover` and `error`: XLA's execution thread while a program runs, else the engine's thread.
+
+    drains: what to call after a fault, so that no copy that was started may land in what a later program puts there.
+    """
 
     def __init__(self, mover):
         self.mover = mover
+        self.drains = [mover.drain]
         self.error: BaseException | None = None
 
     def take_error(self):
@@ -133,7 +137,8 @@ class HostCalls:
             for buffer in small.values():
                 self.mover.store(ctx, buffer, 0)
             self.mover.store(ctx, error, 1)
-            self.mover.drain()  # no copy that was started may land in what a later program puts there
+            for drain in self.drains:
+                drain()
         except BaseException as fault:  # the device itself is gone; the first fault is still the one to report
             self.error.add_note(f"while reporting it: {fault!r}")
 

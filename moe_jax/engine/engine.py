@@ -110,18 +110,20 @@ class Engine:
 
     def close(self):
         """Drops parameters, KV pools, banks and programs."""
+        self.transport.quiesce()
         for leaf in jax.tree.leaves((self.params, self._kv, self.cache, self.operands.get("control"))):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 leaf.delete()
         self.params = self._kv = self.cache = self.operands = self.programs = None
 
-    def start(self, prompts, params, *, seed, routing=False, forced=None, source=None) -> "Run":
+    def start(self, prompts, params, *, seed, routing=False, forced=None, source=None, script=None) -> "Run":
         """A batch: prompts [T_b] int32 arrays without padding, one `SamplingParams` a row.
 
         routing: record it. forced: `ForcedRouting` of the rows, which then takes the router's place.
         source: `PreparedBatch` of an encoder-decoder's sources; the prompts are then what the decoder is given.
+        script: the decode steps ahead of time, for a transport that is `scripted`.
         """
-        return Run(self, prompts, params, seed=seed, routing=routing, forced=forced, source=source)
+        return Run(self, prompts, params, seed=seed, routing=routing, forced=forced, source=source, script=script)
 
     def forward(self, prompts, source=None):
         """Logits of every prompt token: list of [T_b, V] f32 arrays. Counts as prefill in the returned `RunStats`."""
@@ -152,7 +154,7 @@ class Run:
     Rows are padded to a power of two (dead rows), so a new batch size rarely compiles.
     """
 
-    def __init__(self, engine, prompts, params, *, seed, routing, forced=None, source=None):
+    def __init__(self, engine, prompts, params, *, seed, routing, forced=None, source=None, script=None):
         self.engine = engine
         self.stats = RunStats(engine.transport.spec.L, engine.transport.spec.row_bytes, source is not None)
         self.stats.calls = 1
@@ -162,6 +164,7 @@ class Run:
         self._record = routing
         self._forced = None if forced is None else jax.device_put(forced)
         self._source = source
+        self._script = script
         self._requests = np.arange(engine.requests, engine.requests + len(prompts))
         engine.requests += len(prompts)
         self._seed = seed
@@ -202,6 +205,8 @@ class Run:
         engine, B = self.engine, len(self.prompts)
         new = [p.max_new_tokens for p in self.params]
         kv = self._open([len(p) + n for p, n in zip(self.prompts, new, strict=True)])
+        if self._script is not None:
+            engine.transport.expect(self._script)
         engine.cache = engine.transport.reset_policy(engine.cache)
         kv, logits = self._prefill(self._encode(kv))
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import numpy as np
@@ -11,8 +13,12 @@ import numpy as np
 from host_offload.disk_tier import DiskTier
 from host_offload.policy import Policy, PolicySet, get_policy
 from host_offload.pool import ExpertPool
+from host_offload.predictor import get_predictor
+from host_offload.prefetch import Experience, ExperienceError, PrefetchSettings
+from host_offload.prefetch.live import GATES
 from host_offload.store import ExpertStore, PackedRows, RowSource, StoreError
 from host_offload.transport import TRANSPORTS
+from host_offload.transport.prefetching import PrefetchTransport
 from moe_jax.checkpoint import (
     Checkpoint,
     PreparedCheckpoint,
@@ -28,7 +34,7 @@ from moe_jax.engine.engine import Engine
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.models.config import text_settings
 from moe_jax.models.registry import abstract_params, family_for, targets
-from moe_jax.planner import MemoryPlan, max_pairs, params_bytes, plan_memory, slot_budget
+from moe_jax.planner import MemoryPlan, max_pairs, params_bytes, plan_memory, prefetch_rows, slot_budget
 from moe_jax.runtime import host_memory_bytes
 from pallas_kernels.expert_ffn import ExpertSpec
 
@@ -135,6 +141,7 @@ def read_parts(checkpoint: Checkpoint | PreparedCheckpoint, config: OffloadConfi
     Raises CheckpointError, or ConfigError for what does not fit this machine before anything is loaded or written.
     """
     cfg = read_model_config(checkpoint)
+    check_prefetch(config, cfg)
     dtype = compute_dtype(config, checkpoint)
     graphdef, abstract = abstract_params(cfg, dtype)
     try:
@@ -221,10 +228,30 @@ def check_policy(policy: Policy, transport: str, spec) -> None:
         raise ConfigError(f"policy {policy.name!r}: {error}") from error
 
 
-class CacheBuilder:
-    """Makes transports over one pool, for `MoE` at load and for `MoE.set_cache`."""
+def check_prefetch(config: OffloadConfig, cfg=None) -> None:
+    """Raises ConfigError for a predictor that is not known or cannot run live; with `cfg`, in this model."""
+    if config.prefetch is None:
+        return
+    try:
+        get_predictor(config.prefetch).learn(Experience(1, 1))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"prefetch={config.prefetch!r}: {error}") from error
+    if cfg is not None and cfg.encoder_decoder and config.prefetch in GATES:
+        raise ConfigError(
+            f"prefetch={config.prefetch!r} asks routers about states of other layers, and an encoder-decoder's do not "
+            "answer: choose a predictor such as 'cross-layer+temporal'"
+        )
 
-    def __init__(self, parts: Parts, config: OffloadConfig, plan: MemoryPlan):
+
+class CacheBuilder:
+    """Makes transports over one pool, for `MoE` at load and for `MoE.set_cache`.
+
+    experience: what predictors have seen of the model's routing; it outlasts changes of the cache.
+    """
+
+    def __init__(self, parts: Parts, config: OffloadConfig, plan: MemoryPlan, fingerprint: str = ""):
+        self.experience = self._recall(parts.spec, config, fingerprint)
+        self._fingerprint = fingerprint
         self.parts, self.config, self.plan = parts, config, plan
         # "interpret" (tests) runs the GPU's kernels in Pallas' interpreter.
         self.implementation = "pallas" if jax.devices()[0].platform == "gpu" else "xla"
@@ -233,6 +260,8 @@ class CacheBuilder:
     def budget(self, config: OffloadConfig):
         """`SlotBudget` of a configuration (its transport resolved) beside all else that is planned; ConfigError."""
         reserved = self.plan.reserved_bytes + self.plan.spare_bytes
+        if config.prefetch and not self.config.prefetch:  # set later: its rows were not planned
+            reserved += prefetch_rows(self.parts.cfg, config, self.parts.spec) * self.parts.spec.row_bytes
         return slot_budget(config, self.parts.spec, reserved, self.plan.device_bytes)
 
     def open_pool(self, progress):
@@ -253,6 +282,52 @@ class CacheBuilder:
             raise
         self.pool = pool
 
+    @staticmethod
+    def _recall(spec, config: OffloadConfig, fingerprint: str) -> Experience:
+        """What a warm start begins with; empty without one, or at its first run. Raises ConfigError."""
+        path = config.warm_start
+        if path is None:
+            return Experience(spec.L, spec.E)
+        if not fingerprint:
+            raise ConfigError(
+                f"warm_start={path!r} belongs to a checkpoint, and this model did not come from files: leave it out"
+            )
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            raise ConfigError(f"warm_start={path!r}: there is no directory {os.path.dirname(path)}: create it first")
+        try:
+            seen = Experience.load(path, spec.L, spec.E, fingerprint)
+        except FileNotFoundError:
+            logger.info("warm start: %s is not there yet; it is written when the model is closed", path)
+            return Experience(spec.L, spec.E)
+        except (ExperienceError, OSError) as error:
+            raise ConfigError(f"warm_start: {error}") from error
+        logger.info("warm start: %d requests, %d tokens from %s", seen.requests, seen.counts.tokens, path)
+        return seen
+
+    def keep_experience(self):
+        """Writes what was seen, if the configuration names a file. Raises OSError."""
+        if self.config.warm_start is not None:
+            self.experience.save(self.config.warm_start, self._fingerprint)
+
+    def warm_host(self):
+        """Has a disk tier begin to read the experts that were needed most often, as many as it holds."""
+        if isinstance(self.pool, DiskTier):
+            hot = self.experience.hot()[: self.pool.rows]
+            for layer in np.unique(hot[:, 0]).tolist():
+                self.pool.read_ahead(layer, hot[hot[:, 0] == layer, 1].tolist())
+
+    def prefetch(self, config: OffloadConfig) -> PrefetchSettings | None:
+        """What a configuration asks for."""
+        if config.prefetch is None:
+            return None
+        return PrefetchSettings(
+            predictor=config.prefetch,
+            budget=None if config.prefetch_budget == "auto" else config.prefetch_budget,
+            shutoff=config.prefetch_shutoff,
+            reserve=prefetch_rows(self.parts.cfg, config, self.parts.spec),
+            experience=self.experience,
+        )
+
     def release_store(self):
         """Closes the source of rows, from which all have been read; a disk tier goes on reading and closes it."""
         if not isinstance(self.pool, DiskTier):
@@ -266,9 +341,18 @@ class CacheBuilder:
                 f"transport={config.transport!r} needs every expert in host memory, but {self.pool.why}: keep "
                 "transport 'callback', which reads the others from disk"
             )
-        cls = TRANSPORTS[config.transport]
+        prefetch = self.prefetch(config)
+        cls = TRANSPORTS[config.transport] if prefetch is None else partial(PrefetchTransport, prefetch=prefetch)
         budget = self.budget(config)
         logger.info("cache: %s, %d slots of %s", config.transport, budget.total, budget.source)
+        if prefetch is not None:
+            logger.info(
+                "prefetch: %s, budget %s, shut-off %s, %d rows of reserve",
+                config.prefetch,
+                config.prefetch_budget,
+                "on" if config.prefetch_shutoff else "off",
+                prefetch.reserve,
+            )
         return cls(
             self.parts.spec,
             None if config.transport == "resident" else self.pool,

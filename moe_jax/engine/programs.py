@@ -135,12 +135,13 @@ class Programs:
         """
         model = nnx.merge(self._graphdef, params)
         transport = self._transport
+        guesses = {"guess": model.guess} if transport.gate else {}
         loop = replace(loop, cache=transport.begin(loop.cache))
         B = loop.tokens.shape[0]
 
         def step(i, loop, out, routed):
             kv = loop.kv
-            experts = force(transport.bind(operands, prefill=False), forced, kv.lengths[:, None])
+            experts = force(transport.bind(operands, prefill=False, **guesses), forced, kv.lengths[:, None])
             hidden, kv, cache = model(
                 loop.tokens[:, None],
                 kv.lengths[:, None],

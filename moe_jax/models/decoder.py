@@ -314,6 +314,13 @@ class Decoder(nnx.Module):
             return None, None
         return rope_tables(positions, cfg.rotary_dim, cfg.rope_theta, self.rope_dtype or self.dtype, cfg.yarn)
 
+    def guess(self, moe_layer: int, rows: Array, tokens: Array) -> Array:
+        """ids [B*T, K] that the router of sparse layer `moe_layer` makes of rows [B*T, D] of tokens [B*T]: what it will
+        choose, guessed from what the router of an earlier layer saw."""
+        layer = self.layers[str(self.cfg.moe_layers[moe_layer])]
+        with jax.named_scope("guess"):
+            return layer.choose(rows, tokens)[0]
+
     def logits(self, hidden: Array) -> Array:
         """Vocabulary scores of hidden [..., D]: [..., V] float32."""
         with jax.named_scope("lm_head"):

@@ -32,8 +32,8 @@ TOLERANCE = 1e-4  # logits have a standard deviation of about 2.5
 
 def close(name: str, actual, wanted, what: str) -> None:
     difference = np.max(np.abs(np.asarray(actual, np.float64) - np.asarray(wanted, np.float64)))
-    # Gated DeltaNet divides outputs by their own length, however small, and Mamba carries a state over all tokens: float32
-    # noise grows, and with it what the order of a processor's sums decides (jamba: 1.1e-4 on one with AVX-512).
+    # Gated DeltaNet divides outputs by their own length, however small, and Mamba carries a state over all tokens:
+    # float32 noise grows, and so does what the order of a processor's sums decides (jamba: 1.1e-4 with AVX-512).
     allowed = 5e-4 if name.startswith("qwen3_5_moe") else 2e-4 if name == "jamba" else TOLERANCE
     assert difference <= allowed, f"{what}: differs by {difference:.2e}"
 

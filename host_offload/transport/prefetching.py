@@ -1,0 +1,166 @@
+"""The `callback` transport with prefetch: rows of later layers travel while this one is computed.
+
+An event is served as without, but for rows that were fetched ahead: the program waits for those that it really uses,
+and they count as misses, for the cache did not hold them. Predictions are made in the call between the two expert
+kernels, while the device computes and demanded rows move.
+"""
+
+import numpy as np
+
+from host_offload.prefetch.lanes import make_lane
+from host_offload.prefetch.prefetcher import Prefetcher
+from host_offload.transport.base import record
+from host_offload.transport.callback import CallbackTransport
+
+
+class PrefetchTransport(CallbackTransport):
+    """`CallbackTransport` and a `Prefetcher`; owner as there.
+
+    Args:
+      prefetch: `PrefetchSettings`; the others as for `Transport`. Raises ValueError for a predictor that cannot be
+      live.
+    """
+
+    def __init__(self, *args, prefetch, **kwargs):
+        self._prefetcher = None
+        super().__init__(*args, reserve=prefetch.reserve, **kwargs)
+        self._every_event = True
+        self._event_rows = None  # rows that the running event reads
+        self._guess, self._scores_now = None, None
+        self._listed = None
+        self._script = None
+        self._lane = make_lane(self.mover, self.pool, len(self.experts.parts("gate_up")))
+        self._calls.drains.append(self._lane.drain)
+        try:
+            self.use(prefetch)
+        except BaseException:
+            self.close()
+            raise
+
+    def use(self, settings):
+        """Another predictor or budget over the same banks: books, windows and trials begin anew."""
+        if self._prefetcher is not None:
+            self._prefetcher.drop()
+            self._prefetcher.end()
+        self.settings, self.gate = settings, settings.gate
+        self._prefetcher = Prefetcher(
+            self.spec, self.rows, settings, self._lane, tier=self._tier, first=self.starts[-1], seed=self.seed
+        )
+
+    def prefetches(self, settings) -> bool:
+        return settings is not None and settings.gate == self.gate and settings.reserve == self.settings.reserve
+
+    @property
+    def scripted(self) -> bool:
+        return self._prefetcher.scripted
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the arrays that the predictor reads from a recorded run."""
+        return self._prefetcher.reads
+
+    def expect(self, script):
+        """The decode steps of the next run, `predictors.replay.Step`s, for a predictor that reads a recorded run."""
+        self._script = script
+
+    def _clear(self):
+        super()._clear()
+        if self._prefetcher is not None:
+            self._prefetcher.drop()
+
+    def reset_policy(self, state):
+        script, self._script = self._script, None
+        self._prefetcher.begin(script)
+        return super().reset_policy(state)
+
+    def quiesce(self):
+        self._lane.drain()
+
+    def close(self):
+        self._lane.close()
+        if self._prefetcher is not None:
+            self._prefetcher.end()
+        super().close()
+
+    def prefetch_stats(self) -> dict:
+        """See `Prefetcher.stats`."""
+        return self._prefetcher.stats()
+
+    def verify(self, state, pool):
+        """Compares the rows that wait in the reserve, too."""
+        super().verify(state, pool)
+        self._prefetcher.verify(state.banks, pool)
+
+    def bind(self, operands, *, prefill, block_rows=None, guess=None):
+        """guess: `guess(layer, x [B, D], token_ids [B]) -> ids [B, K]`, what the router of that layer makes of x."""
+        if prefill or not self.gate:
+            return super().bind(operands, prefill=prefill, block_rows=block_rows)
+
+        def experts(layer, x, ids, weights, scores, live, token_ids, state):
+            more = {}
+            if layer + self.gate < self.spec.L:
+                more["guess"] = guess(layer + self.gate, x, token_ids)
+            y, new = self._decode(layer, x, ids, weights, scores, live, state, more)
+            return y, record(new, ids, weights, scores)
+
+        return experts
+
+    # ------------------------------------------------------------------------------------------- run by XLA's thread
+
+    def _on_decode(self, layer, ctx, out, values, banks):
+        if layer == self.starts[-1]:  # once a step: between programs the banks could be moved
+            self._prefetcher.place(self._lane.place(banks))
+        super()._on_decode(layer, ctx, out, values, banks)
+
+    def _bring(self, layer, ctx, banks, listed, missing, arrays):
+        claimed = self._prefetcher.serve(layer, missing.tolist())
+        demanded = (
+            missing if not claimed else np.array([e for e in missing.tolist() if e not in claimed], missing.dtype)
+        )
+        if self._tier is not None:
+            self._tier.event(layer, demanded, on_their_way=list(claimed))
+            self._tier.ensure(layer, demanded)
+        free = np.flatnonzero((self._owner < 0) & ~self._prefetcher.taken)
+        if claimed:  # their rows are the event's now
+            free = free[~np.isin(free, list(claimed.values()))]
+        rows = np.empty((missing.size,), np.int64)
+        taken = iter(free[: demanded.size].tolist())
+        for index, expert in enumerate(missing.tolist()):
+            rows[index] = claimed[expert] if expert in claimed else next(taken)
+        if demanded.size:
+            self.mover.move(
+                ctx, banks, layer, list(zip(demanded.tolist(), free[: demanded.size].tolist(), strict=True))
+            )
+        self._prefetcher.wait(ctx)
+        # Those of hits, too: when the last layer of a step is settled, they may have lost their owner already.
+        hits = self._slot_of[layer, listed]
+        self._event_rows, self._listed = np.concatenate([rows, hits[hits >= 0]]), listed
+        scores, guess = arrays.get("scores"), arrays.get("guess")
+        self._scores_now = np.zeros((self.spec.E,), np.float32) if scores is None else scores.copy()
+        if guess is not None:
+            live = arrays.get("live")
+            guess = guess.copy() if live is None else guess[live]
+        self._guess = guess
+        return rows
+
+    def _on_down(self, layer, ctx, out, values, banks):
+        super()._on_down(layer, ctx, out, values, banks)
+        self._prefetcher.wait_rest(ctx)
+        listed, scores = self._listed, self._scores_now
+        self._prefetcher.ahead(layer, listed, scores, banks, self._slot_of, self._free_rows, guess=self._guess)
+
+    def _free_rows(self):
+        """[rows] bool: nobody has them, and the running event does not read them."""
+        free = (self._owner < 0) & ~self._prefetcher.taken
+        free[self._event_rows] = False
+        return free
+
+    def _settle(self):
+        super()._settle()
+        if self._prefetcher is not None:
+            self._prefetcher.catch_up()
+
+    def _on_prefill(self, layer, ctx, out, values, banks):
+        self._lane.poll()  # raises what a copy that nobody used has raised
+        self._prefetcher.drop()  # a prompt needs most experts, and the rows
+        super()._on_prefill(layer, ctx, out, values, banks)
