@@ -423,10 +423,10 @@ class MoE:
         `dense_weights` what was done to packed dense ones when they were loaded.
         `lookahead`: rows that long prompts moved to the next layer ahead of its router, since the transport was chosen.
         `load_seconds` includes `pool_seconds`: allocating pinned memory and filling it (None without a pool). `disk`:
-        see `DiskTier.stats`, since the model was loaded; in each phase host hits and misses, and bytes read. None if no
-        expert is read from disk. `prefetch`: predictor, budget, what became of the rows that were fetched ahead, in
-        rows and bytes, and for each layer whether prefetch is on and why, since the predictor was chosen; None without
-        one. Wasted rows are not among the bytes of `last` and `total`, which count misses.
+        see `DiskTier.stats`, since the model was loaded; None if no expert is read from disk. `prefetch`: predictor,
+        budget, what became of the rows that were fetched ahead, in rows and bytes, and for each layer whether prefetch
+        is on and why, since the predictor was chosen; None without one. Wasted rows are not among the bytes of `last`
+        and `total`, which count misses.
         """
         engine = self._open_engine()
         transport, spec, parts = engine.transport, engine.transport.spec, self._builder.parts
