@@ -428,9 +428,8 @@ class MoE:
         is on and why, since the predictor was chosen; None without one. Wasted rows are not among the bytes of `last`
         and `total`, which count misses.
         """
-        engine = self._open_engine()
-        transport, spec, parts = engine.transport, engine.transport.spec, self._builder.parts
-        budget, pool = transport.budget, self._builder.pool
+        engine, parts, pool = self._open_engine(), self._builder.parts, self._builder.pool
+        transport, budget, spec = engine.transport, engine.transport.budget, engine.transport.spec
         return {
             "last": None if self._last is None else self._last.to_dict(),
             "total": self._total.to_dict(),

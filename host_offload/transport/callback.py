@@ -164,7 +164,7 @@ class CallbackTransport(Transport):
         values = {"need": event_need(ids, live, E), **self._scores(scores, live)}
         ahead = looks_ahead(self.lookahead, ids.size, self.spec, layer, self.starts)
         with jax.named_scope("callback"):
-            order, state = self._calls.call(partial(self._on_prefill, ahead), layer, tables, values, state)
+            order, state = self._calls.call(partial(self._on_prefill, ahead=ahead), layer, tables, values, state)
         order = Schedule(src=None, dest=None, **order)
         return serve_rounds(self, layer, x, ids, weights, live, order, state, self._rounds, self._calls, block_rows)
 
@@ -270,7 +270,7 @@ class CallbackTransport(Transport):
     def _on_down(self, layer, ctx, out, values, banks):
         self.mover.wait_rest(ctx)
 
-    def _on_prefill(self, ahead, layer, ctx, out, values, banks):
+    def _on_prefill(self, layer, ctx, out, values, banks, ahead=False):
         arrays = self.mover.fetch(ctx, layer, values, self._settle)
         need = arrays["need"].astype(bool)
         t = self._observe(layer, need, arrays)

@@ -160,7 +160,7 @@ class PrefetchTransport(CallbackTransport):
         if self._prefetcher is not None:
             self._prefetcher.catch_up()
 
-    def _on_prefill(self, layer, ctx, out, values, banks):
+    def _on_prefill(self, layer, ctx, out, values, banks, ahead=False):
         self._lane.poll()  # raises what a copy that nobody used has raised
         self._prefetcher.drop()  # a prompt needs most experts, and the rows
-        super()._on_prefill(layer, ctx, out, values, banks)
+        super()._on_prefill(layer, ctx, out, values, banks, ahead)
