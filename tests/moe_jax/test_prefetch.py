@@ -92,6 +92,7 @@ def test_packed_experts_hash_routers_and_encoder_decoders(name, predictor, tiny,
     want = expected(name)
     forced = {"forced_bos_token_id": 7} if name == "nllb_moe" else {}
     config = CONFIG | {"max_batch": 1, "cache_rate": 0.4, "prefetch": predictor, "prefetch_shutoff": False}
+    config["prefetch_budget"] = "1GB"  # not what a busy machine has time for
     with MoE(tiny(name), config) as moe:
         ids = [moe.generate(want["input_ids"][:1], 8, eos_token_id=[], **forced).tolist() for _ in range(2)]
         moe.verify_slots()
@@ -147,6 +148,7 @@ def test_the_truth_comes_from_a_replayed_trace(tiny):
 def test_warm_start_goes_on_where_the_last_run_ended(tiny, tmp_path):
     path = tmp_path / "warm.npz"
     config = CONFIG | {"prefetch": "cross-layer+temporal", "prefetch_shutoff": False, "warm_start": str(path)}
+    config["prefetch_budget"] = "1GB"  # not what a busy machine has time for
     with MoE(tiny("mixtral"), config) as moe:
         assert not moe.stats()["prefetch"]["ready"]
         wanted = generate(moe)
