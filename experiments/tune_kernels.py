@@ -33,7 +33,7 @@ from pallas_kernels.expert_ffn.decode import decode_key, decode_tiles
 from pallas_kernels.expert_ffn.grouped import grouped_key, grouped_tiles
 from pallas_kernels.expert_ffn.packed import unit_words
 from pallas_kernels.formats import FP8, Dense
-from pallas_kernels.paged_attention.kernel import partial_key, partial_tiles
+from pallas_kernels.paged_attention.kernel import HEADS, partial_key, partial_tiles
 from pallas_kernels.row_linear.arg_specs import ArgSpec as RowSpec
 from pallas_kernels.row_linear.kernel import row_key, row_tiles
 
@@ -74,6 +74,10 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
     """Overrides of `base` to try, none of them twice; the empty one comes first."""
     if entry.op == "paged_attention":
         grid = {"tokens": (16, 32, PAGE), "splits": (8, 16, 32, 64), "num_warps": (4, 8), "num_stages": (2, 3)}
+        data, _ = jax.eval_shape(jax.jit(entry.build().make))
+        group = data["q"][0].shape[1] // data.get("values", data["k0"]).shape[2]
+        if group > HEADS:  # else more heads a program would be rows without a query
+            grid = {"heads": tuple(n for n in (64, 32, 16) if n <= next_power_of_2(group))} | grid
         return [{}, *(dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))]
     if entry.op == "dequant_gemm":
         return gemm_variants(*gemm_of(entry.shape, entry.format, entry.size, small), base)

@@ -1,7 +1,7 @@
 """Two kernels: partial softmax sums of a share of a sequence's tokens, and their exact merge.
 
 * `partial`: program (b, h, s) of B x head blocks x splits takes the token blocks s, s + S, ... of sequence b, for up to
-  HEADS query heads that share a key head, and keeps running maximum, sum and weighted values in fp32 (Milakov and
+  `heads` query heads that share a key head, and keeps running maximum, sum and weighted values in fp32 (Milakov and
   Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2023, "Flash-Decoding").
 * `merge`: program (b, n) rescales the S parts to their common maximum, adds the sink, and divides.
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels._compat import call, cdiv, load, next_power_of_2, pl, pltriton, store
 from pallas_kernels.tile_table import table_key, with_measured
 
-HEADS = 16  # least rows of a tensor-core product
+HEADS = 16  # query heads of a program unless measured otherwise: the least rows of a tensor-core product
 PROGRAMS = 264  # two for each multiprocessor of an H200
 FLOOR = -1e30  # finite, so that a share without tokens gives weight 0 and no NaN
 
@@ -39,12 +39,14 @@ def partial_key(queries, values, page_table) -> str:
 
 
 def partial_tiles(queries, values, page_table) -> dict:
-    """Parameters of the first kernel: `tokens` of a block within a page, `splits` (None: `splits_of`), its launch.
+    """Parameters of the first kernel: query `heads` of a program, `tokens` of a block within a page, `splits` (None:
+    `splits_of`), its launch.
 
     Measured ones take the place of these. Arguments as of `partial_key`.
     """
     _, page, _, value_width = values.shape
-    formula = dict(tokens=min(64, page), splits=None, num_warps=4 if value_width <= 128 else 8, num_stages=2)
+    warps = 4 if value_width <= 128 else 8
+    formula = dict(heads=HEADS, tokens=min(64, page), splits=None, num_warps=warps, num_stages=2)
     return with_measured(partial_key(queries, values, page_table), formula)
 
 
@@ -53,10 +55,10 @@ def _tiles(overrides, queries, values, page_table):
     if unknown := set(overrides or {}) - set(tiles):
         raise ValueError(f"tiles: no parameter {', '.join(sorted(unknown))}; they are {', '.join(tiles)}")
     tiles |= overrides or {}
-    for name, most in (("tokens", values.shape[1]), ("splits", 64)):
+    for name, least, most in (("heads", HEADS, 128), ("tokens", 1, values.shape[1]), ("splits", 1, 64)):
         value = tiles[name]
-        if value is not None and not (1 <= value <= most and value & (value - 1) == 0):
-            raise ValueError(f"tiles[{name!r}] = {value}: must be a power of two up to {most}")
+        if value is not None and not (least <= value <= most and value & (value - 1) == 0):
+            raise ValueError(f"tiles[{name!r}] = {value}: must be a power of two from {least} to {most}")
     return tiles
 
 
@@ -190,9 +192,9 @@ def paged_decode_attention(
     B, N, _ = queries[0].shape
     _, page, G, value_width = values.shape
     group = N // G
-    rows = HEADS
-    blocks = G * cdiv(group, rows)
     tiles = _tiles(tiles, queries, values, page_table)
+    rows = tiles["heads"]
+    blocks = G * cdiv(group, rows)
     splits = tiles["splits"] or splits_of(B, blocks, page_table.shape[1] * page // tiles["tokens"])
     shared = next((i for i, pool in enumerate(keys) if pool is values), None)
     pools = (*keys,) if shared is not None else (*keys, values)

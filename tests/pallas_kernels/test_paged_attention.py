@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import paged_decode_attention
+from pallas_kernels.paged_attention import kernel, paged_decode_attention
 from pallas_kernels.paged_attention.kernel import splits_of
 from tests.pallas_kernels.test_lowering import arrays, check_offsets, lower
 
@@ -106,6 +106,18 @@ def test_latents_are_keys_and_values(implementation):
     inputs = case(3, [97, 5], 20, 1, (32, 8), 32, 32, latent=True)
     got = run(implementation, *inputs, scale=0.3)
     np.testing.assert_allclose(got, definition(*inputs, scale=0.3), atol=2e-5)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_a_program_may_take_more_heads_than_the_fewest(heads):
+    """Some past the end of the group, and of what one program takes."""
+    queries, keys, values, table, lengths = case(3, [97, 5], 80, 2, (32, 8), 32, 32, latent=True)
+    pools = [jnp.asarray(pool) for pool in keys]
+    options = dict(scale=0.3, window=None, softcap=None, tiles={"heads": heads}, interpret=True)
+    got = kernel.paged_decode_attention(
+        [jnp.asarray(q) for q in queries], pools, pools[0], jnp.asarray(table), jnp.asarray(lengths), None, **options
+    )
+    np.testing.assert_allclose(got, definition(queries, keys, values, table, lengths, scale=0.3), atol=2e-5)
 
 
 def test_bfloat16_stays_near_the_definition():

@@ -82,7 +82,11 @@ def test_attention_by_powers_of_two(write):
 
 @pytest.mark.parametrize(
     ("tiles", "message"),
-    [({"block_out": 16}, "no parameter block_out"), ({"tokens": 128}, "power of two up to 64"), ({"splits": 3}, "= 3")],
+    [
+        ({"block_out": 16}, "no parameter block_out"),
+        ({"tokens": 128}, "of two from 1 to 64"),
+        ({"splits": 3}, "= 3"),
+    ],
 )
 def test_attention_refuses_tiles(tiles, message):
     queries, pool, table = attention(1, 4)
