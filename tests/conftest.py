@@ -66,6 +66,7 @@ def barely_optimised() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()  # the setting is no part of what jax finds a compiled function by: other modules get their own
 
 
 @pytest.fixture(scope="session")
