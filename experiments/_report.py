@@ -100,7 +100,8 @@ def table(moe: MoE, run: Mapping[str, Any]) -> Table:
     if ahead := stats["prefetch"]:
         rows, on = ahead["rows"], sum(layer["on"] for layer in ahead["layers"])
         note = f"rows in time, {rows['late']} late, {rows['wasted']} wasted; {ahead['predictor']}, "
-        line("prefetched", rows["on_time"], "", note + f"on in {on} of {len(ahead['layers'])} layers", 0)
+        state = f"on in {on} of {len(ahead['layers'])} layers" if ahead["ready"] else "still learning"
+        line("prefetched", rows["on_time"], "", note + state, 0)
     line("link floor", run["link_floor_ms"], "ms", f"{run['link_gbps']:,.1f} GB/s, {run['link_source']}", 2)
     memory = "HBM floor" if accelerated else "memory floor"
     line(memory, run["hbm_floor_ms"], "ms", f"{run['hbm_gbps']:,.1f} GB/s, {run['hbm_source']}", 2)

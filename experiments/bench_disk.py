@@ -35,7 +35,7 @@ from moe_jax.errors import MoEJaxError
 
 console = Console(width=150)
 
-# What is read at a time, by how many threads, and for how long at most, when the rate of a disk is measured.
+# What is read at a time at most, by how many threads, and for how long at most, when the rate of a disk is measured.
 BLOCK_BYTES, THREADS, SECONDS = 4 << 20, 16, 4.0
 
 # Column of the printed table -> (key of a row, format).
@@ -63,14 +63,16 @@ def forget(paths: Sequence[Path]) -> None:
 
 
 def disk_rate(paths: Sequence[Path]) -> tuple[float, str]:
-    """(GB/s of reading whole blocks of these files by threads for a few seconds, how: "direct" or "buffered").
+    """(GB/s of reading blocks of these files by threads for a few seconds, how: "direct" or "buffered").
 
-    Raises ValueError if no file holds a block.
+    Blocks are smaller where every file is smaller. Raises ValueError if no file holds a page.
     """
     forget(paths)
-    blocks = [(path, at) for path in paths for at in range(0, path.stat().st_size - BLOCK_BYTES + 1, BLOCK_BYTES)]
-    if not blocks:
-        raise ValueError(f"the files hold no {BLOCK_BYTES >> 20} MiB: too little to measure a disk with")
+    largest = max((path.stat().st_size for path in paths), default=0)
+    block = min(BLOCK_BYTES, largest // mmap.PAGESIZE * mmap.PAGESIZE)
+    if not block:
+        raise ValueError(f"no file holds {mmap.PAGESIZE} bytes: too little to measure a disk with")
+    blocks = [(path, at) for path in paths for at in range(0, path.stat().st_size - block + 1, block)]
     order = np.random.default_rng(0).permutation(len(blocks))
     with contextlib.ExitStack() as opened:
 
@@ -82,13 +84,13 @@ def disk_rate(paths: Sequence[Path]) -> tuple[float, str]:
 
         try:
             files, how = descriptors(os.O_DIRECT), "direct"
-            os.preadv(files[blocks[0][0]], [mmap.mmap(-1, BLOCK_BYTES)], blocks[0][1])
+            os.preadv(files[blocks[0][0]], [mmap.mmap(-1, block)], blocks[0][1])
         except OSError:  # a file system without it, such as tmpfs
             files, how = descriptors(0), "buffered"
         started = time.perf_counter()
 
         def read(share):
-            buffer, done = mmap.mmap(-1, BLOCK_BYTES), 0
+            buffer, done = mmap.mmap(-1, block), 0
             for index in share:
                 if time.perf_counter() - started > SECONDS:
                     break

@@ -33,7 +33,7 @@ from typer import Argument, Option
 from host_offload.predictor import get_predictor
 from host_offload.prefetch import Experience
 from host_offload.prefetch.live import GATES
-from host_offload.trace import Trace, load_trace
+from host_offload.trace import Trace, TraceError, load_trace
 from moe_jax import MoE, OffloadConfig, demo_model_path
 
 app = typer.Typer(add_completion=False)
@@ -232,9 +232,11 @@ def main(
             check_writable("--out", out)
         except OSError as error:
             raise typer.BadParameter(str(error)) from error
-    moe, served, others, prompts = open_model(
-        None if trace is None else load_trace(trace), model, shape, rows, tokens, dry
-    )
+    try:
+        recorded = None if trace is None else load_trace(trace)
+    except (TraceError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    moe, served, others, prompts = open_model(recorded, model, shape, rows, tokens, dry)
     runs: list[Run] = []
     with moe:
         spec = moe._engine.transport.spec

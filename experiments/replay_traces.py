@@ -33,7 +33,7 @@ from typer import Argument, Option
 from host_offload.cost_model import CostModel, CostModelError, LinkCurve, predict_ms_per_token
 from host_offload.policy import PolicySet, get_policy, list_policies
 from host_offload.simulate import Result, simulate
-from host_offload.trace import Trace, load_trace
+from host_offload.trace import Trace, TraceError, load_trace
 from moe_jax import MoE, OffloadConfig
 from moe_jax.floors import measure_memory
 from moe_jax.replay import with_prompts
@@ -276,7 +276,11 @@ def main(
     ):
         if unknown := sorted(set(values) - set(known)):
             raise typer.BadParameter(f"--{name} {unknown}: not of {', '.join(known)}")
-    served, others = choose(load_trace(trace), rows)
+    try:
+        recorded = load_trace(trace)
+    except (TraceError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    served, others = choose(recorded, rows)
     requests = np.unique(served.request).tolist()
     said(f"{trace.name}: requests {requests}, {len(served.request)} rows; static is fitted on others")
     objects = {

@@ -109,6 +109,8 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
                 continue  # tensor cores take 16 rows and more, of decoded values that fill registers
             if not single and tiles.get("unroll", 1) > 1:
                 continue
+            if single and isinstance(form, Dense) and tiles["block_out"] > 32:
+                continue  # few rows and many programs were fastest (docs/measurements.md)
             if single:  # one sum for each word or column of the tile and matrix
                 words = tiles.get("block_in") or tiles["units"] * unit_words(form)
                 if tiles["block_out"] * words * matrices // (32 * tiles["num_warps"]) not in REGISTERS:

@@ -115,8 +115,15 @@ def max_pairs(cfg: ModelConfig, config: OffloadConfig) -> int:
 
 
 def prefetch_rows(cfg: ModelConfig, config: OffloadConfig, spec: RowSpec) -> int:
-    """Rows of the bank for prefetched experts."""
-    return reserve_rows(spec.L, spec.E, cfg.num_experts_per_tok) if config.prefetch else 0
+    """Rows of the bank for prefetched experts. Raises ConfigError for a budget that not even one expert fits in."""
+    if not config.prefetch:
+        return 0
+    if config.prefetch_budget != "auto" and config.prefetch_budget < spec.row_bytes:
+        raise ConfigError(
+            f"prefetch_budget={config.prefetch_budget}: an expert takes {spec.row_bytes} bytes, so nothing would be "
+            "prefetched; give at least that, or 'auto'"
+        )
+    return reserve_rows(spec.L, spec.E, cfg.num_experts_per_tok)
 
 
 def plan_memory(

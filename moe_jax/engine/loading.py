@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -292,8 +293,17 @@ class CacheBuilder:
             raise ConfigError(
                 f"warm_start={path!r} belongs to a checkpoint, and this model did not come from files: leave it out"
             )
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            raise ConfigError(f"warm_start={path!r}: there is no directory {os.path.dirname(path)}: create it first")
+        directory = os.path.dirname(path) or "."
+        if not os.path.isdir(directory):
+            raise ConfigError(f"warm_start={path!r}: there is no directory {directory}: create it first")
+        try:  # tried, not asked of the permission bits: those do not bind root
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"warm_start={path!r} is written when the model is closed, and {directory} cannot be written to "
+                f"({error.strerror}): name a file elsewhere"
+            ) from error
         try:
             seen = Experience.load(path, spec.L, spec.E, fingerprint)
         except FileNotFoundError:
@@ -305,9 +315,14 @@ class CacheBuilder:
         return seen
 
     def keep_experience(self):
-        """Writes what was seen, if the configuration names a file. Raises OSError."""
-        if self.config.warm_start is not None:
-            self.experience.save(self.config.warm_start, self._fingerprint)
+        """Writes what was seen, if the configuration names a file; logs a warning if it cannot be written."""
+        path = self.config.warm_start
+        if path is None:
+            return
+        try:
+            self.experience.save(path, self._fingerprint)
+        except OSError as error:  # the model is closed and its results are out: nothing else is lost
+            logger.warning("warm start: %s could not be written (%s); what this run learned is lost", path, error)
 
     def warm_host(self):
         """Has a disk tier begin to read the experts that were needed most often, as many as it holds."""
@@ -317,7 +332,7 @@ class CacheBuilder:
                 self.pool.read_ahead(layer, hot[hot[:, 0] == layer, 1].tolist())
 
     def prefetch(self, config: OffloadConfig) -> PrefetchSettings | None:
-        """What a configuration asks for."""
+        """What a configuration asks for. Raises ConfigError for a budget that is too small."""
         if config.prefetch is None:
             return None
         return PrefetchSettings(

@@ -365,8 +365,12 @@ def test_a_decoder_has_no_forced_token(script, bytes_model):
 
 
 def test_help_explains_every_option_without_starting_jax():
-    code = "import sys, runpy; sys.argv = ['run_generate', '--help']\ntry: runpy.run_path({!r}, run_name='__main__')\n"
-    code = code.format(str(SCRIPT)) + "except SystemExit as end: print('jax' in sys.modules, end.code)"
+    # Its directory is in the path, as `python SCRIPT` puts it there.
+    code = "import sys, runpy; sys.argv = ['run_generate', '--help']; sys.path.insert(0, {!r})\n"
+    code += "try: runpy.run_path({!r}, run_name='__main__')\n"
+    code = (
+        code.format(str(SCRIPT.parent), str(SCRIPT)) + "except SystemExit as end: print('jax' in sys.modules, end.code)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
     assert done.stdout.rstrip().endswith("False 0")
     names = """

@@ -234,11 +234,23 @@ def test_settings_are_kept(tmp_path):
         ("mixtral", {"prefetch": "linear-need"}, "prefetch='linear-need': .* cannot learn while a model runs"),
         ("nllb_moe", {"prefetch": "gate-1"}, "an encoder-decoder's do not answer: choose a predictor such as"),
         ("mixtral", {"prefetch": "temporal", "warm_start": "/none/x.npz"}, "there is no directory /none: create it"),
+        ("mixtral", {"prefetch": "temporal", "warm_start": "/proc/x.npz"}, "/proc cannot be written to .*name a file"),
+        ("mixtral", {"prefetch": "gate-1", "prefetch_budget": 1}, "prefetch_budget=1: an expert takes [0-9]+ bytes"),
     ),
 )
 def test_what_does_not_go_with_the_model(name, config, message, tiny):
     with pytest.raises(ConfigError, match=message):
         MoE(tiny(name), CONFIG | config)
+
+
+def test_a_warm_start_that_cannot_be_written_any_more_is_said_and_closes(tiny, tmp_path, caplog):
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    moe = MoE(tiny("mixtral"), CONFIG | {"prefetch": "temporal", "warm_start": directory / "x.npz"})
+    directory.rmdir()
+    moe.close()
+    assert "x.npz could not be written" in caplog.text and "what this run learned is lost" in caplog.text
+    moe.close()
 
 
 def test_a_wrong_predictor_costs_no_loading(tmp_path):

@@ -106,10 +106,10 @@ class Host:
             self.cuda = cuda.cudart = PlayedCuda()
             module = lane_module(cuda)
             monkeypatch.setattr(cuda, "copy_rate", lambda nbytes: 1e9)
-            monkeypatch.setattr(callback_module, "make_mover", lambda pool, early: cuda.CudaMover(pool, early))
+            monkeypatch.setattr(callback_module, "make_mover", lambda *args: cuda.CudaMover(*args))
             monkeypatch.setattr(prefetching_module, "make_lane", module.CudaLane)
         else:
-            monkeypatch.setattr(callback_module, "make_mover", lambda pool, early: NumpyMover(pool))
+            monkeypatch.setattr(callback_module, "make_mover", lambda pool, early, staging: NumpyMover(pool, staging))
             monkeypatch.setattr(prefetching_module, "make_lane", lambda *args: (lane or NumpyLane)(pool))
         self.predictor = Mixed(right)
         settings = PrefetchSettings(self.predictor, budget, False, RESERVE, Experience(L, E))
