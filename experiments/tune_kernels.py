@@ -77,7 +77,8 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
         data, _ = jax.eval_shape(jax.jit(entry.build().make))
         group = data["q"][0].shape[1] // data.get("values", data["k0"]).shape[2]
         if group > HEADS:  # else more heads a program would be rows without a query
-            grid = {"heads": tuple(n for n in (64, 32, 16) if n <= next_power_of_2(group))} | grid
+            heads = tuple(n for n in (64, 32, 16) if n <= next_power_of_2(group))
+            grid = {"heads": heads} | grid | {"splits": (16, 32, 64)}
         return [{}, *(dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))]
     if entry.op == "dequant_gemm":
         return gemm_variants(*gemm_of(entry.shape, entry.format, entry.size, small), base)
