@@ -465,7 +465,7 @@ class MoE:
         }
 
     def reset_stats(self) -> None:
-        """Forgets `last` and `total`; the cache keeps its content."""
+        """Forgets `last` and `total`; the cache keeps its content, and what counts since loading goes on."""
         spec = self._engine.transport.spec
         self._last, self._total = None, RunStats(spec.L, spec.row_bytes, self.model_config.encoder_decoder)
 

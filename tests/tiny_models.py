@@ -8,7 +8,7 @@ records what every module returns. The recorded arrays lie in ``tests/data/<name
     python tests/tiny_models.py --list                       # names and what each recipe exercises
     python tests/tiny_models.py --build DIR [NAME ...]       # write the checkpoints DIR/<name>
     python tests/tiny_models.py --write [NAME ...]           # recompute tests/data (torch)
-    python tests/tiny_models.py --check [NAME ...]           # recompute and fail on a difference above 1e-5 (torch)
+    python tests/tiny_models.py --check [NAME ...]           # recompute and fail on a difference above 1e-4 (torch)
 
 Arrays of ``tests/data/<name>.npz``, float32 or int64 (T prompt tokens, V vocabulary, D model width, K experts a token):
 
@@ -62,7 +62,9 @@ RECIPES = (
 DATA = Path(__file__).resolve().parent / "data"
 NEW_TOKENS = 8
 LEFT_PADDING = 5
-TOLERANCE = 1e-5  # --check: the same formulas in the same precision; only the order of sums may differ
+# --check: the same formulas in the same precision; only the order of sums may differ. On the kind of processor that the
+# outputs were made on (AMD EPYC) nothing does, on an Intel Xeon with AMX up to 4.8e-5; a wrong formula changes far more.
+TOLERANCE = 1e-4
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 MIN_MARGIN = 5e-3  # greedy choices must be decided by far more than fp32 noise (about 1e-5)
 
