@@ -62,8 +62,8 @@ RECIPES = (
 DATA = Path(__file__).resolve().parent / "data"
 NEW_TOKENS = 8
 LEFT_PADDING = 5
-# --check: the same formulas in the same precision; only the order of sums may differ. On the kind of processor that the
-# outputs were made on (AMD EPYC) nothing does, on an Intel Xeon with AMX up to 4.8e-5; a wrong formula changes far more.
+# --check: the same formulas in the same precision; only the order of sums may differ. Nothing does on the kind of
+# processor that the outputs were made on (AMD EPYC), up to 4.8e-5 on an Intel Xeon with AMX; a wrong formula far more.
 TOLERANCE = 1e-4
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 MIN_MARGIN = 5e-3  # greedy choices must be decided by far more than fp32 noise (about 1e-5)
