@@ -363,11 +363,7 @@ class PolicySet(Policy):
         if xp is np:  # the choice is known here: the other members need not be evaluated
             index = int(state["select"])
             return self.policies[index].priority(xp, state[self._keys[index]], layer, expert, t)
-        chosen = None
-        for index, (policy, key) in enumerate(zip(self.policies, self._keys, strict=True)):
-            value = policy.priority(xp, state[key], layer, expert, t)
-            chosen = value if chosen is None else xp.where(state["select"] == index, value, chosen)
-        return chosen
+        return self._chosen(xp, state, lambda policy, own: policy.priority(xp, own, layer, expert, t))
 
     def seen(self, xp, own, need, t):
         """As of `ElementwisePolicy`, if all members are such."""
@@ -375,10 +371,14 @@ class PolicySet(Policy):
 
     def worth(self, xp, own, t, L):
         """As of `ElementwisePolicy`, if all members are such."""
+        return self._chosen(xp, own, lambda policy, mine: policy.worth(xp, mine, t, L))
+
+    def _chosen(self, xp, state, value_of):
+        """`value_of(policy, its state)` of the member in charge, which the program learns only when it runs."""
         chosen = None
         for index, (policy, key) in enumerate(zip(self.policies, self._keys, strict=True)):
-            value = policy.worth(xp, own[key], t, L)
-            chosen = value if chosen is None else xp.where(own["select"] == index, value, chosen)
+            value = value_of(policy, state[key])
+            chosen = value if chosen is None else xp.where(state["select"] == index, value, chosen)
         return chosen
 
     def bound(self, xp, state, capacity, global_scope):

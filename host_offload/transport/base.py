@@ -10,6 +10,7 @@ import numpy as np
 from host_offload.plan import check_invariants
 from host_offload.policy import fresh_state
 from host_offload.slots import round_group, spare_rows
+from host_offload.transport.lookahead import Lookahead
 from pallas_kernels.expert_ffn import SILU
 
 
@@ -93,6 +94,11 @@ class Transport(abc.ABC):
         scope = xp.asarray(budget.scope == "global")  # an array: `set_cache` may change it under a compiled step
         state = fresh_state(self.policy, xp, spec.L, spec.E, self.seed, budget.capacities, scope)
         return state if self.select is None else self.policy.with_selected(state, self.select)
+
+    def _look_ahead(self, mover):
+        """The `Lookahead` over the mover's staging memory, kept for stats too; None without such memory."""
+        self.lookahead = Lookahead(mover, self.staging_rows) if self.staging_rows else None
+        return self.lookahead
 
     @property
     def kernel(self) -> str:

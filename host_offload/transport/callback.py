@@ -18,7 +18,7 @@ from host_offload.schedule import Schedule, max_rounds, schedule_rounds
 from host_offload.slots import HITS, SlotCache, empty_banks
 from host_offload.transport.base import Transport, combine_decode, event_need, event_scores, record
 from host_offload.transport.host_calls import HostCalls, RoundMoves, make_mover
-from host_offload.transport.lookahead import Lookahead, looks_ahead
+from host_offload.transport.lookahead import looks_ahead
 from host_offload.transport.rounds import serve_rounds
 from pallas_kernels.expert_ffn import expert_ffn_decode
 
@@ -42,9 +42,7 @@ class CallbackTransport(Transport):
             self.staging_rows = 0
         self.mover = make_mover(self.pool, len(self.experts.parts("gate_up")), self.staging_rows)
         self._calls = HostCalls(self.mover)
-        if self.staging_rows:
-            self.lookahead = Lookahead(self.mover, self.staging_rows)
-        self._rounds = RoundMoves(self.mover, self._tier, self.lookahead)
+        self._rounds = RoundMoves(self.mover, self._tier, self._look_ahead(self.mover))
         self._clear()
 
     def _clear(self):

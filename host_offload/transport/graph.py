@@ -12,7 +12,7 @@ from host_offload.schedule import Schedule, schedule_rounds
 from host_offload.slots import BYPASSES, EVICTIONS, HITS, MISSES, SlotCache, control_vector, empty_banks
 from host_offload.transport.base import StateLost, Transport, combine_decode, event_need, event_scores, record
 from host_offload.transport.host_calls import HostCalls, RoundMoves, make_mover
-from host_offload.transport.lookahead import Lookahead, looks_ahead
+from host_offload.transport.lookahead import looks_ahead
 from host_offload.transport.rounds import serve_rounds
 from pallas_kernels.expert_ffn import expert_ffn_decode
 from pallas_kernels.slot_plan import slot_plan
@@ -34,9 +34,7 @@ class GraphTransport(Transport):
         super().__init__(*args, **kwargs)
         if self.pool is not None:
             self._calls = HostCalls(make_mover(self.pool, staging_rows=self.staging_rows))
-            if self.staging_rows:
-                self.lookahead = Lookahead(self._calls.mover, self.staging_rows)
-            self._rounds = RoundMoves(self._calls.mover, lookahead=self.lookahead)
+            self._rounds = RoundMoves(self._calls.mover, lookahead=self._look_ahead(self._calls.mover))
 
     def take_error(self):
         return None if self.pool is None else self._calls.take_error()
