@@ -16,9 +16,9 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 import numpy as np
 
 from host_offload.disk_reader import make_reader
+from host_offload.pinned import MAX_THREADS, host_view, open_pinned, padded
 from host_offload.plan import apply, plan_event
 from host_offload.policy import fresh_state
-from host_offload.pool import MAX_THREADS, host_memory_error, host_view, pinned_zeros
 from host_offload.read_threads import AHEAD, DEMAND, ReadThreads
 from host_offload.store import ALIGNMENT, row_offsets, row_stride, row_views
 
@@ -90,8 +90,7 @@ class DiskTier:
         self.spec, self.rows, self.policy, self.why = spec, rows, policy, why
         self._offsets = row_offsets(spec)
         started = time.perf_counter()
-        self._slabs = []
-        self._memory = self._allocate()  # [stride] uint8 a row
+        self._memory = self._allocate()
         self.allocate_seconds = time.perf_counter() - started
         self._views = [row_views(spec, row) for row in self._memory]
         self._addresses = [row.ctypes.data for row in self._memory]
@@ -120,21 +119,19 @@ class DiskTier:
         )  # fmt: skip
 
     def _allocate(self):
-        stride, memory = row_stride(self.spec), []
+        """[stride] uint8 a row."""
+        stride, most = row_stride(self.spec), _slab_rows(self.spec)
+        counts = [min(most, self.rows - start) for start in range(0, self.rows, most)]
+        self._pinned = open_pinned(sum(padded(count * stride + ALIGNMENT) for count in counts))
+        memory = []
         try:
-            while len(memory) < self.rows:
-                count = min(_slab_rows(self.spec), self.rows - len(memory))
-                slab = pinned_zeros((count * stride + ALIGNMENT,), np.uint8).block_until_ready()
-                self._slabs.append(slab)
+            for count in counts:
+                slab = self._pinned.take((count * stride + ALIGNMENT,), np.uint8)
                 start = -slab.unsafe_buffer_pointer() % ALIGNMENT
                 memory += list(host_view(slab)[start : start + count * stride].reshape(count, stride))
-        except Exception as error:
-            done = sum(slab.nbytes for slab in self._slabs)
-            self._free()
-            lack = host_memory_error(error, done, self.nbytes)
-            if lack is None:
-                raise
-            raise lack from error
+        except BaseException:
+            self._pinned.close()
+            raise
         return memory
 
     @property
@@ -465,7 +462,4 @@ class DiskTier:
 
     def _free(self):
         self._memory = self._views = []
-        for slab in self._slabs:
-            if not slab.is_deleted():
-                slab.delete()
-        self._slabs = []
+        self._pinned.close()

@@ -1,61 +1,27 @@
 """Expert rows in pinned host memory: one slab a MoE layer and row tensor, filled by threads at memory speed."""
 
-import ctypes
 import logging
-import math
 import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from host_offload.pinned import MAX_THREADS, host_view, open_pinned, padded
+
 logger = logging.getLogger(__name__)
-
-# More threads than this do not copy faster (38 GB/s with 16, docs/measurements.md), they only take cores.
-MAX_THREADS = 16
-HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-
-
-class HostMemoryError(MemoryError):
-    """Pinned host memory for the experts could not be had."""
-
-
-def pinned_zeros(shape, dtype, device=None):
-    """A `pinned_host` jax array of zeros on `device` (default: the first)."""
-    sharding = SingleDeviceSharding(device or jax.devices()[0], memory_kind="pinned_host")
-    # Made on the device and moved: XLA needs a device temporary of this size, which is why slabs are one layer's, not
-    # all.
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
-
-
-def host_view(array):
-    """The NumPy view (writable, no copy) of a host-memory jax array; valid while the array lives."""
-    buffer = (ctypes.c_char * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    return np.frombuffer(buffer, np.uint8).view(array.dtype).reshape(array.shape)
-
-
-def host_memory_error(error: Exception, done: int, total: int) -> HostMemoryError | None:
-    """What to raise for an `error` of an allocation that got `done` of `total` bytes; None: it is no lack of memory."""
-    if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
-        return None
-    return HostMemoryError(
-        f"pinned host memory ran out after {done / 1e9:.1f} of {total / 1e9:.1f} GB of expert rows: set "
-        f"{HOST_LIMIT_VARIABLE}={math.ceil(total / 1e9 * 1.1) + 2} before jax starts "
-        f"(now {os.environ.get(HOST_LIMIT_VARIABLE, '64, its default')}), or free host memory"
-    )
 
 
 class ExpertPool:
     """All expert rows of a model at rest: `slabs[l][name]` is a pinned_host array [E, *shape].
 
     Owner: the engine that made it. Experts are read-only after `fill`, so any thread and the device may read at any
-    time. `close()` gives the memory back; the arrays must not be in use by a running program then.
+    time. `close()` gives the memory back; the arrays must not be in use by a running program then, nor views of them.
+    Raises HostMemoryError.
 
     Attributes:
       adjacent: True, a tensor's rows of experts e and e + 1 follow each other in memory.
@@ -64,24 +30,19 @@ class ExpertPool:
 
     adjacent = True
 
-    def __init__(self, spec, device=None):
+    def __init__(self, spec):
         self.spec = spec
         self.slabs: list[dict[str, jax.Array]] = []
         self.fill_seconds = 0.0
         started = time.perf_counter()
+        self._memory = open_pinned(spec.L * sum(padded(spec.E * spec.nbytes(name)) for name in spec.tensors))
         try:
             for _ in range(spec.L):
-                self.slabs.append({})
-                for name, (shape, dtype) in spec.tensors.items():
-                    slab = pinned_zeros((spec.E, *shape), dtype, device)
-                    self.slabs[-1][name] = jax.block_until_ready(slab)
-        except Exception as error:
-            done = sum(slab.nbytes for layer in self.slabs for slab in layer.values())
+                layer = {n: self._memory.take((spec.E, *shape), dtype) for n, (shape, dtype) in spec.tensors.items()}
+                self.slabs.append(layer)
+        except BaseException:
             self.close()
-            lack = host_memory_error(error, done, self.nbytes)
-            if lack is None:
-                raise
-            raise lack from error
+            raise
         self._views = [{name: host_view(slab) for name, slab in layer.items()} for layer in self.slabs]
         self._places = [
             {name: (slab.unsafe_buffer_pointer(), spec.nbytes(name)) for name, slab in layer.items()}
@@ -147,8 +108,5 @@ class ExpertPool:
     def close(self):
         """Frees the slabs now. Safe to call twice."""
         self._views = self._places = []
-        for layer in self.slabs:
-            for slab in layer.values():
-                if not slab.is_deleted():
-                    slab.delete()
         self.slabs = []
+        self._memory.close()

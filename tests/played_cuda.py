@@ -6,8 +6,14 @@ that a GPU may choose; a program in which no copy can meet another or the read o
 """
 
 import ctypes
+import importlib.util
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
+
+import pytest
+
+import host_offload.transport
 
 
 class Timeline:
@@ -38,10 +44,13 @@ class PlayedCuda(ModuleType):
     cudaMemcpyKind = SimpleNamespace(
         cudaMemcpyHostToDevice="h2d", cudaMemcpyDeviceToHost="d2h", cudaMemcpyDeviceToDevice="d2d"
     )
+    cudaDeviceAttr = SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem="same addresses")
+    cudaHostRegisterMapped = "mapped"
 
     def __init__(self):
         super().__init__("cuda.bindings.runtime")
         self.host, self.open, self.memory = Timeline(), set(), {}
+        self.registered: dict[int, int] = {}
         self.copies: list[Copy] = []
         self._reads, self.operations = [], 0
         self.fails = lambda function, stream: False
@@ -81,6 +90,19 @@ class PlayedCuda(ModuleType):
         return (0,)
 
     cudaMalloc, cudaFree = cudaMallocHost, cudaFreeHost
+
+    def cudaDeviceGetAttribute(self, attribute, device):
+        return 0, int(not self.fails("cudaDeviceGetAttribute", None))
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        if self.fails("cudaHostRegister", None):
+            return (2,)
+        self.registered[address] = nbytes
+        return (0,)
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+        return (0,)
 
     def cudaEventRecord(self, event, stream):
         if self.fails("cudaEventRecord", stream):
@@ -146,3 +168,18 @@ class DeviceBuffer:
     def __init__(self, array):
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
         self.__cuda_array_interface__ = {"data": (array.ctypes.data, False)}
+
+
+def cuda_module_on(played: PlayedCuda):
+    """`host_offload.transport.cuda` as imported where cuda-bindings is `played`."""
+    bindings, root = ModuleType("cuda.bindings"), ModuleType("cuda")
+    bindings.runtime, root.bindings = played, bindings
+    names = {"cuda": root, "cuda.bindings": bindings, "cuda.bindings.runtime": played}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in names.items():
+            patch.setitem(sys.modules, name, module)
+        path = f"{host_offload.transport.__path__[0]}/cuda.py"
+        spec = importlib.util.spec_from_file_location("cuda_on_a_played_runtime", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from host_offload.disk_tier import HOST_HITS, HOST_MISSES, ROWS_READ, DiskTier, rows_within, tier_bytes
+from host_offload.pinned import AllocatedMemory, HostMemoryError
 from host_offload.plan import check_invariants
 from host_offload.policy import LRU, get_policy, list_policies
-from host_offload.pool import HostMemoryError, pinned_zeros
 from host_offload.store import ALIGNMENT, RowSpec, row_stride
 
 L, E = 2, 6
@@ -103,8 +103,8 @@ def test_rows_are_aligned_pinned_and_disjoint(make):
     addresses = sorted(row.ctypes.data for row in tier._memory)
     assert all(address % ALIGNMENT == 0 for address in addresses)
     assert min(np.diff(addresses)) >= row_stride(SPEC) == 4096
-    assert all(slab.sharding.memory_kind == "pinned_host" for slab in tier._slabs)
-    assert tier.nbytes == tier_bytes(SPEC, 5) == sum(slab.nbytes for slab in tier._slabs)
+    assert all(slab.sharding.memory_kind == "pinned_host" for slab in tier._pinned._arrays)
+    assert tier.nbytes == tier_bytes(SPEC, 5) == sum(slab.nbytes for slab in tier._pinned._arrays)
 
 
 @given(st.integers(0, 40 * 4096))
@@ -116,24 +116,29 @@ def test_the_rows_that_fit_into_a_number_of_bytes(nbytes):
 def test_several_slabs(make, monkeypatch):
     monkeypatch.setattr("host_offload.disk_tier.SLAB_BYTES", 2 * 4096)
     tier = make(5)
-    assert len(tier._slabs) == 3 and tier.nbytes == tier_bytes(SPEC, 5) == sum(slab.nbytes for slab in tier._slabs)
+    slabs = tier._pinned._arrays
+    assert len(slabs) == 3 and tier.nbytes == tier_bytes(SPEC, 5) == sum(slab.nbytes for slab in slabs)
     serve(tier, 0, [0, 1, 2, 4, 5])
 
 
-def test_exhausted_host_memory_names_the_variable_and_leaks_nothing(monkeypatch):
-    made = []
+def test_a_tier_that_does_not_fit_leaves_nothing(monkeypatch):
+    opened = []
 
-    def limited(shape, dtype):
-        if made:
-            raise RuntimeError("RESOURCE_EXHAUSTED: pinned")
-        made.append(pinned_zeros(shape, dtype))
-        return made[-1]
+    class Short(AllocatedMemory):
+        def take(self, shape, dtype):
+            if self._arrays:
+                raise HostMemoryError("no more")
+            return super().take(shape, dtype)
+
+        def close(self):
+            opened.append(self)
+            super().close()
 
     monkeypatch.setattr("host_offload.disk_tier.SLAB_BYTES", 2 * 4096)
-    monkeypatch.setattr("host_offload.disk_tier.pinned_zeros", limited)
-    with pytest.raises(HostMemoryError, match=r"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=\d+ before jax starts"):
+    monkeypatch.setattr("host_offload.disk_tier.open_pinned", Short)
+    with pytest.raises(HostMemoryError, match="no more"):
         DiskTier(SPEC, Source(), 5, LRU())
-    assert [slab.is_deleted() for slab in made] == [True]
+    assert len(opened) == 1 and not opened[0]._arrays
 
 
 def test_an_expert_is_read_once_while_it_stays(make):
@@ -404,7 +409,7 @@ def test_closing_ends_the_threads_and_a_wait_for_them():
     wait_until(lambda: len(source.read_rows) == 2)
     opening = threading.Timer(0.05, source.gate.set)
     opening.start()
-    slabs = list(tier._slabs)
+    slabs = list(tier._pinned._arrays)
     tier.close()
     waiting.join(60)
     opening.join()

@@ -1,9 +1,7 @@
 """Host calls inside a program, and the moves of prefill rounds: on CPU, and on a played CUDA runtime."""
 
-import importlib.util
-import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from played_cuda import DeviceBuffer, PlayedCuda, Timeline
+from played_cuda import DeviceBuffer, PlayedCuda, Timeline, cuda_module_on
 
-import host_offload.transport as transport_package
 from host_offload.plan import apply, plan_event
 from host_offload.schedule import Schedule, schedule_rounds
 from host_offload.slots import SlotCache
@@ -274,17 +271,8 @@ def test_a_fault_while_a_fault_is_reported_is_noted_on_the_first():
 
 @pytest.fixture(scope="module")
 def cuda_module():
-    """`host_offload.transport.cuda` as imported where cuda-bindings is a `PlayedCuda`."""
-    played, bindings, root = PlayedCuda(), ModuleType("cuda.bindings"), ModuleType("cuda")
-    bindings.runtime, root.bindings = played, bindings
-    names = {"cuda": root, "cuda.bindings": bindings, "cuda.bindings.runtime": played}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in names.items():
-            patch.setitem(sys.modules, name, module)
-        spec = importlib.util.spec_from_file_location("played_cuda_mover", f"{transport_package.__path__[0]}/cuda.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
+    """`host_offload.transport.cuda` on a played runtime."""
+    return cuda_module_on(PlayedCuda())
 
 
 class Device:
