@@ -7,8 +7,9 @@ With a trace, a model with random weights, the layer shapes of --shape and the t
 token replays requests of it (`MoE.replay`). Without one, a real model (default: the demo model) first writes on from
 prompts of its own, and these runs are replayed: only then are there hidden states that its routers can guess from, so
 the predictors gate-1 to gate-3 need that. Predictors learn from other requests than those that are replayed. Every run
-begins with an empty cache, the same knowledge and the shut-off's trials before it. `none` is measured first and last.
-Fails (exit 1) if tokens or hits differ anywhere.
+begins with an empty cache and the same knowledge. In a first run of each setting the shut-off makes its trials ("at
+first"); the timed ones begin with its verdict. `none` is measured first and last. Fails (exit 1) if tokens or hits
+differ anywhere.
 """
 
 import copy
@@ -54,11 +55,13 @@ PROMPTS = (
 
 @dataclasses.dataclass
 class Run:
-    """A setting, measured. seconds: a decode step, of each repeat. ids, counters: of the first one; steady: all repeats
-    gave the same. prefetch: `stats()["prefetch"]` of the last one, None without."""
+    """A setting, measured. seconds: a decode step, of each repeat; trial_seconds: of the run before, in which the
+    shut-off tries. ids, counters: of that one; steady: all repeats gave the same. prefetch: `stats()["prefetch"]` of
+    the last one, None without."""
 
     predictor: str
     share: float
+    trial_seconds: float
     seconds: list[float]
     ids: list[list[int]]
     counters: list
@@ -90,12 +93,17 @@ def own_trace(moe: MoE, tokens: int) -> tuple[Trace, dict[int, np.ndarray]]:
 
 
 def measure(moe: MoE, trace: Trace, prompts, predictor: str, share: float, seen: Experience, repeats: int) -> Run:
-    """Replays `trace` `repeats` times with a predictor ("none" too), each time from an empty cache and from `seen`."""
-    seconds, outcomes = [], []
-    for _ in range(repeats):
+    """Replays `trace` once and `repeats` times with a predictor ("none" too), each time from an empty cache and from
+    `seen`; what the shut-off found in the first one holds in the others."""
+    seconds, outcomes, verdict = [], [], None
+    for _ in range(1 + repeats):
         moe._builder.experience = copy.deepcopy(seen)
         moe.set_cache(prefetch=predictor, cache_rate=share)
+        prefetcher = None if predictor == "none" else moe._engine.transport._prefetcher
+        if prefetcher is not None:
+            prefetcher.shutoffs = prefetcher.shutoffs if verdict is None else copy.deepcopy(verdict)
         ids = moe.replay(trace, prompts=prompts)
+        verdict = verdict or (prefetcher and prefetcher.shutoffs)
         last = moe.stats()["last"]
         seconds.append(last["decode"]["seconds"] / last["decode"]["steps"])
         counters = [last[phase]["per_layer"][name] for phase in ("prefill", "decode") for name in COUNTED]
@@ -103,7 +111,9 @@ def measure(moe: MoE, trace: Trace, prompts, predictor: str, share: float, seen:
     decode = last["decode"]
     steady = all(outcome == outcomes[0] for outcome in outcomes)
     prefetch = moe.stats()["prefetch"]
-    return Run(predictor, share, seconds, *outcomes[0], steady, decode["misses"], decode["hit_rate"], prefetch)
+    return Run(
+        predictor, share, seconds[0], seconds[1:], *outcomes[0], steady, decode["misses"], decode["hit_rate"], prefetch
+    )
 
 
 def figures_of(run: Run, none: list[Run], oracle: Run | None) -> dict:
@@ -116,6 +126,7 @@ def figures_of(run: Run, none: list[Run], oracle: Run | None) -> dict:
         "predictor": run.predictor,
         "ms": run.median * 1e3,
         "seconds_of_runs": run.seconds,
+        "trial_ms": run.trial_seconds * 1e3,
         "change": run.median / base - 1,
         "of_the_oracle": gain / most if most is not None and most > 0 else None,
         "hit_rate": run.hit_rate,
@@ -127,8 +138,8 @@ def figures_of(run: Run, none: list[Run], oracle: Run | None) -> dict:
     }
 
 
-HEADINGS = ("share", "predictor", "ms/token", "repeats", "against none", "of the oracle", "hit", "precision",
-            "coverage", "on time", "late", "wasted", "layers on", "equal")  # fmt: skip
+HEADINGS = ("share", "predictor", "at first", "ms/token", "repeats", "against none", "of the oracle", "hit",
+            "precision", "coverage", "on time", "late", "wasted", "layers on", "equal")  # fmt: skip
 
 
 def line(row: dict) -> list[str]:
@@ -144,6 +155,7 @@ def line(row: dict) -> list[str]:
     return [
         f"{row['share']:.3f}",
         row["predictor"],
+        f"{row['trial_ms']:.3f}",
         f"{row['ms']:.3f}",
         f"{spread[0]:.2f} to {spread[1]:.2f}",
         share(row["change"], "+.1%"),

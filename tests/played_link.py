@@ -94,6 +94,7 @@ class PlayedRun:
             spec = RowSpec(L=L, E=E, tensors={"a": ((ROW,), np.uint8)})
             self.prefetcher = Prefetcher(spec, self.rows, settings, self.lane, clock=lambda: self.lane.now)
         self.misses = self.demanded = 0
+        self.awake = False
 
     def run(self, reads=()):
         """Serves the trace; [steps] float seconds."""
@@ -104,6 +105,7 @@ class PlayedRun:
         seconds = []
         for number, step in enumerate(steps):
             began = self.lane.now
+            self.awake = self.prefetcher is not None and self.prefetcher.wakes()
             for layer in range(L):
                 self._event(layer, step, np.int32(number * L + layer))
             seconds.append(self.lane.now - began)
@@ -114,14 +116,16 @@ class PlayedRun:
         missing = np.flatnonzero(self.cache.serve(layer, need, step.scores[layer], t)).tolist()
         check_invariants(self.cache._slot_of, self.cache._owner)
         lane.waited = []
-        claimed = {} if prefetcher is None else prefetcher.serve(layer, missing)
+        claimed = prefetcher.serve(layer, missing) if self.awake else {}
         ready = [lane.demand(lane.now) for expert in missing if expert not in claimed]
         self.misses += len(missing)
         self.demanded += len(ready)
-        if prefetcher is not None:
+        listed, scores = np.flatnonzero(need), step.scores[layer]
+        if prefetcher is not None and not self.awake:
+            prefetcher.note(layer, listed)
+        if self.awake:
             prefetcher.wait(None)
             prefetcher.wait_rest(None)
-            listed, scores = np.flatnonzero(need), step.scores[layer]
             prefetcher.ahead(layer, listed, scores, {}, self.cache._slot_of, lambda: ~prefetcher.taken)
             self.check_balance()
         lane.now = max([lane.now, *ready, *lane.waited]) + self.layer_seconds

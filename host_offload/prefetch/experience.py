@@ -53,6 +53,10 @@ class Experience:
             self._steps.append(self._step)
             self._step = np.zeros_like(self._step)
 
+    def pass_by(self, need):
+        """Whole decode steps at once, need [steps, L, E] bool; none of them may have begun in `observe`."""
+        self._steps += list(need)
+
     @property
     def due(self) -> bool:
         """Whether so many steps wait that the tables deserve to be made anew."""

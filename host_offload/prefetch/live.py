@@ -90,6 +90,17 @@ class LivePredictor:
             self._seen.count()
             self._refresh()
 
+    def skip(self, need, first, t):
+        """Decode steps that passed without `observe`: need [steps, L, E] bool, of the layers from `first` on; t: event
+        clock of layer 0 in the last one. All of them count as seen, but a predictor's own state takes in only the last.
+        """
+        self._at += len(need) - 1
+        self._seen.pass_by(need[:-1])
+        scores = np.zeros((self._seen.E,), np.float32)
+        for layer in range(first, self._seen.L):
+            at = {"first": layer == first, "last": layer == self._seen.L - 1}
+            self.observe(layer, need[-1, layer], scores, np.int32(t + layer), **at)
+
     def _read_script(self, layer):
         if self._at >= len(self._script):
             raise ValueError(f"the recorded run has {len(self._script)} steps, and this is one more")

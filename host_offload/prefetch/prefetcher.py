@@ -21,6 +21,10 @@ from host_offload.prefetch.windows import Windows
 
 logger = logging.getLogger(__name__)
 
+# Decode steps that a prefetcher sleeps when no layer gains by it, twice as many each time up to the most, and for how
+# many it then wakes: as many as `ShutOff.wake` needs to try again.
+NAP, NAP_MOST, AWAKE = 256, 1024, 6
+
 
 @dataclasses.dataclass(frozen=True)
 class PrefetchSettings:
@@ -73,6 +77,7 @@ class Prefetcher:
 
     Attributes:
       taken [rows] bool: rows of the bank that are the prefetcher's now.
+      asleep: every layer's shut-off says no, so events are only noted (`note`) until it is worth trying again.
     """
 
     def __init__(self, spec, rows, settings, lane, *, tier=None, first=0, clock=time.perf_counter, seed=0):
@@ -97,14 +102,54 @@ class Prefetcher:
         self._timed: dict[int, tuple] = {}  # layer whose event has begun -> the same, until the next event begins
         self._now = 0.0  # when the running event began
         self._banks: tuple | None = None
+        self.asleep, self._steps_left, self._nap, self._slept = False, 0, NAP, 0
+        self._noted: list[tuple] = []  # events of this sleep
 
     # ----------------------------------------------------------------------------------------------------------- events
 
     def begin(self, script=None):
         """A run begins, see `LivePredictor.begin`. What the reserve holds stays: it may be used."""
         self.catch_up()
+        self._take_noted()
+        self._noted = []  # of a step that did not end
         self._pause()
         self._live.begin(script)
+
+    def wakes(self) -> bool:
+        """A decode step begins: whether its events are to be served; else `note` is all that they need."""
+        if self._steps_left > 0:
+            self._steps_left -= 1
+        elif self.asleep:
+            self.asleep, self._steps_left = False, AWAKE - 1
+            self._take_noted()
+            for shutoff in self._watched:
+                shutoff.wake()
+        elif self.settings.shutoff and all(shutoff.decided and not shutoff.state for shutoff in self._watched):
+            self.catch_up()
+            self.drop()
+            self.asleep, self._steps_left, self._nap = True, self._nap - 1, min(2 * self._nap, NAP_MOST)
+        else:
+            self._nap = NAP
+        self._slept += self.asleep
+        return not self.asleep
+
+    def note(self, layer, listed):
+        """An event passes in sleep: listed [n] int, the experts that it needed."""
+        self._noted.append((layer, listed))
+
+    def _take_noted(self):
+        """Learns from the steps that passed in sleep."""
+        ends = [index for index, (layer, _) in enumerate(self._noted) if layer == self.spec.L - 1]
+        if not ends:
+            return
+        need = np.zeros((len(ends), self.spec.L, self.spec.E), bool)
+        step = 0
+        for layer, listed in self._noted[: ends[-1] + 1]:
+            need[step, layer, listed] = True
+            step += layer == self.spec.L - 1
+        self._noted = self._noted[ends[-1] + 1 :]
+        self._step += len(ends)
+        self._live.skip(need, self._first, np.int32(self._step * self.spec.L))
 
     def place(self, banks: tuple):
         """Tells where the banks lie. If they were moved, what was prefetched is lost, and nothing is under way
@@ -115,13 +160,18 @@ class Prefetcher:
             self.drop()
             self._banks = banks
 
-    def serve(self, layer, missing):
+    @property
+    def now(self) -> float:
+        """Time by the prefetcher's clock."""
+        return self._clock()
+
+    def serve(self, layer, missing, now=None):
         """An event begins: {expert: row} of those `missing` that were prefetched; their copies may be in flight.
 
         missing: ids. What follows on the device must be told by `wait` before it reads the rows. The rows are the
-        caller's from now on.
+        caller's from now on. now: when the event began, if that was before.
         """
-        now = self._clock()
+        now = self._clock() if now is None else now
         self._notice()
         self._time(layer, now)
         self._event += 1
@@ -148,6 +198,11 @@ class Prefetcher:
         for held in self._claimed:
             self._lane.wait(ctx, held.copy)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a row that `serve` handed out is still on its way."""
+        return any(not held.copy.done for held in self._claimed)
+
     def wait_rest(self, ctx):
         """What follows sees all tensors of these rows."""
         for held in self._claimed:
@@ -163,8 +218,7 @@ class Prefetcher:
           free: `free()` -> [rows] bool, rows that neither cache nor running event nor reserve uses.
           guess: see `LivePredictor.observe`.
         """
-        self.catch_up()
-        self._unseen = layer, listed, scores, guess
+        self.saw(layer, listed, scores, guess)
         target = self._target(layer)
         if target is None:
             return
@@ -186,6 +240,11 @@ class Prefetcher:
         if absent:  # not before: what is copied from now on keeps its host row
             self._tier.read_ahead(target, absent)
 
+    def saw(self, layer, listed, scores, guess=None):
+        """An event after which nothing is prefetched; arguments as of `ahead`."""
+        self.catch_up()
+        self._unseen = layer, listed, scores, guess
+
     def catch_up(self):
         """Observes the last event, if that is still to do."""
         if self._unseen is None:
@@ -197,6 +256,11 @@ class Prefetcher:
         self._step += first
         t = np.int32(self._step * self.spec.L + layer)
         self._live.observe(layer, need, scores, t, first=first, last=last, guess=guess)
+
+    @property
+    def _watched(self) -> list[ShutOff]:
+        """The shut-offs of the layers that are prefetched for, see `_target`."""
+        return self.shutoffs[self._first + (self._lead if self._first else 0) :]
 
     def _target(self, layer):
         """The layer that is prefetched for at the event of `layer`; None if nothing can be said of it."""
@@ -372,6 +436,7 @@ class Prefetcher:
     def end(self):
         """The model is being closed: what it has seen counts."""
         self.catch_up()
+        self._take_noted()
         self._live.end()
 
     def stats(self) -> dict:
@@ -386,6 +451,8 @@ class Prefetcher:
             "lead_layers": self._lead,
             "budget": "auto" if budget is None else budget,
             "reserve_rows": self.settings.reserve,
+            "asleep": self.asleep,
+            "steps_asleep": self._slept,
             "learned_tokens": self.settings.experience.counts.tokens,
             "learned_requests": self.settings.experience.requests,
             "link_gbps": None if self._lane.rate is None else self._lane.rate / 1e9,

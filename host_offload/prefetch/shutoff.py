@@ -51,6 +51,12 @@ class ShutOff:
             self._countdown, self._interval = self._interval, min(2 * self._interval, PROBE_MOST)
         return not self.state
 
+    def wake(self):
+        """After a sleep, when nobody asked: the other state is tried once there are fresh samples of the one that
+        holds."""
+        self._recent = {True: [], False: []}
+        self._countdown = NEIGHBOURS + 1
+
     def tell(self, on, seconds):
         """The time that the layer took with prefetch `on` or off."""
         if not self._enabled:

@@ -2,7 +2,8 @@
 
 An event is served as without, but for rows that were fetched ahead: the program waits for those that it really uses,
 and they count as misses, for the cache did not hold them. Predictions are made in the call between the two expert
-kernels, while the device computes and demanded rows move.
+kernels while demanded rows move, and only then: the host's decision takes as long as a layer whose experts are all
+there, so after such an event it would cost more than the copies could save.
 """
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from host_offload.prefetch.lanes import make_lane
 from host_offload.prefetch.prefetcher import Prefetcher
 from host_offload.transport.base import record
-from host_offload.transport.callback import CallbackTransport
+from host_offload.transport.callback import NOTHING, CallbackTransport
 
 
 class PrefetchTransport(CallbackTransport):
@@ -24,10 +25,11 @@ class PrefetchTransport(CallbackTransport):
     def __init__(self, *args, prefetch, **kwargs):
         self._prefetcher = None
         super().__init__(*args, reserve=prefetch.reserve, **kwargs)
-        self._every_event = True
+        self._awake = self._every_event = True
         self._event_rows = None  # rows that the running event reads
-        self._guess, self._scores_now = None, None
-        self._listed = None
+        self._copying = False  # whether rows of the running event are on their way
+        self._seen: tuple | None = None  # what `Prefetcher.saw` is to be told of it
+        self._quiet_since: float | None = None  # when it began, if it needs nothing of the prefetcher
         self._script = None
         self._lane = make_lane(self.mover, self.pool, len(self.experts.parts("gate_up")))
         self._calls.drains.append(self._lane.drain)
@@ -70,6 +72,7 @@ class PrefetchTransport(CallbackTransport):
 
     def reset_policy(self, state):
         script, self._script = self._script, None
+        self._seen = self._quiet_since = None  # of a run that ended with a fault
         self._prefetcher.begin(script)
         return super().reset_policy(state)
 
@@ -108,11 +111,25 @@ class PrefetchTransport(CallbackTransport):
     # ------------------------------------------------------------------------------------------- run by XLA's thread
 
     def _on_decode(self, layer, ctx, out, values, banks):
-        if layer == self.starts[-1]:  # once a step: between programs the banks could be moved
-            self._prefetcher.place(self._lane.place(banks))
+        if layer == self.starts[-1]:  # once a step
+            self._awake = self._prefetcher.wakes()
+            self._every_event = self._awake or self._tier is not None
+            if self._awake:  # between programs the banks could be moved
+                self._prefetcher.place(self._lane.place(banks))
         super()._on_decode(layer, ctx, out, values, banks)
 
     def _bring(self, layer, ctx, banks, listed, missing, arrays):
+        if not self._awake:
+            return super()._bring(layer, ctx, banks, listed, missing, arrays)
+        scores, guess = arrays.get("scores"), arrays.get("guess")
+        scores = np.zeros((self.spec.E,), np.float32) if scores is None else scores.copy()
+        if guess is not None:
+            live = arrays.get("live")
+            guess = guess.copy() if live is None else guess[live]
+        self._seen = layer, listed, scores, guess
+        if self._tier is None and not missing.size:  # the program waits: the rest is for `_settle`
+            self._quiet_since = self._prefetcher.now
+            return NOTHING
         claimed = self._prefetcher.serve(layer, missing.tolist())
         demanded = (
             missing if not claimed else np.array([e for e in missing.tolist() if e not in claimed], missing.dtype)
@@ -134,20 +151,21 @@ class PrefetchTransport(CallbackTransport):
         self._prefetcher.wait(ctx)
         # Those of hits, too: when the last layer of a step is settled, they may have lost their owner already.
         hits = self._slot_of[layer, listed]
-        self._event_rows, self._listed = np.concatenate([rows, hits[hits >= 0]]), listed
-        scores, guess = arrays.get("scores"), arrays.get("guess")
-        self._scores_now = np.zeros((self.spec.E,), np.float32) if scores is None else scores.copy()
-        if guess is not None:
-            live = arrays.get("live")
-            guess = guess.copy() if live is None else guess[live]
-        self._guess = guess
+        self._event_rows = np.concatenate([rows, hits[hits >= 0]])
+        self._copying = demanded.size > 0 or self._prefetcher.waits
         return rows
 
     def _on_down(self, layer, ctx, out, values, banks):
         super()._on_down(layer, ctx, out, values, banks)
+        if self._seen is None or self._quiet_since is not None:
+            return
         self._prefetcher.wait_rest(ctx)
-        listed, scores = self._listed, self._scores_now
-        self._prefetcher.ahead(layer, listed, scores, banks, self._slot_of, self._free_rows, guess=self._guess)
+        seen, self._seen = self._seen, None
+        if self._copying:
+            layer, listed, scores, guess = seen
+            self._prefetcher.ahead(layer, listed, scores, banks, self._slot_of, self._free_rows, guess=guess)
+        else:
+            self._prefetcher.saw(*seen)
 
     def _free_rows(self):
         """[rows] bool: nobody has them, and the running event does not read them."""
@@ -156,9 +174,18 @@ class PrefetchTransport(CallbackTransport):
         return free
 
     def _settle(self):
+        event = self._unsettled
         super()._settle()
-        if self._prefetcher is not None:
+        if self._prefetcher is None:
+            return
+        if self._awake:
+            if self._quiet_since is not None:
+                self._prefetcher.serve(self._seen[0], (), self._quiet_since)
+                self._prefetcher.saw(*self._seen)
+                self._quiet_since = self._seen = None
             self._prefetcher.catch_up()
+        elif event is not None:
+            self._prefetcher.note(*event[:2])
 
     def _on_prefill(self, layer, ctx, out, values, banks, ahead=False):
         self._lane.poll()  # raises what a copy that nobody used has raised

@@ -69,7 +69,7 @@ def test_lines_of_the_table_come_from_the_runs(script):
         layers = [{"on": True}, {"on": False}]
         prefetch = {"rows": {"useful": 3, "on_time": 2, "late": 1, "wasted": 1}, "layers": layers, "precision": 0.75}
         return script.Run(
-            predictor, 0.5, seconds, list(ids), [], True, 6, 0.5, None if predictor == "none" else prefetch
+            predictor, 0.5, 0.02, seconds, list(ids), [], True, 6, 0.5, None if predictor == "none" else prefetch
         )
 
     runs = [made("none", [0.010]), made("a", [0.009, 0.009]), made("oracle", [0.006]), made("none", [0.010])]

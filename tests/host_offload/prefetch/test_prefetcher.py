@@ -8,7 +8,7 @@ from played_link import ROW, PlayedRun
 
 from host_offload.cost_model import LinkCurve
 from host_offload.predictor import Predictor, get_predictor
-from host_offload.prefetch import reserve_rows
+from host_offload.prefetch import Experience, reserve_rows
 from host_offload.prefetch_sim import simulate_prefetch
 from host_offload.trace import Trace
 
@@ -117,6 +117,41 @@ def test_shutoff_stops_what_harms_and_keeps_the_truth(copy_seconds):
     assert all(layer["on"] and "saves" in layer["reason"] for layer in layers)
     truth = PlayedRun(trace, get_predictor("oracle"), **options).run(("experts",))
     assert truth.sum() < none.sum() and seconds[200:].sum() < 0.5 * (none + truth)[200:].sum()
+
+
+def test_it_sleeps_where_no_layer_gains_and_wakes_to_try_again():
+    """Asleep, a step costs what it costs without prefetch; all that passes is learned from; a truth is found out."""
+    trace = random_trace(1, T=1500, L=3, E=48, K=2)
+    options = dict(copy_seconds=0.7, slots=8, reserve=8, budget=None)
+    none = PlayedRun(trace, None, **options).run()
+    seen = Experience(3, 48)
+    run = PlayedRun(trace, Guess(), shutoff=True, experience=seen, **options)
+    asleep = []
+    wakes = run.prefetcher.wakes
+    run.prefetcher.wakes = lambda: asleep.append(not wakes()) or not asleep[-1]
+    seconds = run.run()
+    run.prefetcher.end()
+    asleep = np.array(asleep)
+    assert asleep.sum() == run.prefetcher.stats()["steps_asleep"] > 0.9 * len(asleep)
+    np.testing.assert_allclose(seconds[asleep], none[asleep])
+    naps = np.diff(np.flatnonzero(np.diff(np.concatenate([[False], asleep, [False]]).astype(int))))[::2]
+    assert naps.tolist()[:2] == [256, 512]
+    awake = np.flatnonzero(~asleep)
+    assert len(awake) < 24 + 60 + 8 * 4, "awake for the trial, then six steps between naps"
+    assert seen.counts.tokens == 1500 and seen.counts.total.sum() == 1500 * 3 * 2
+
+    # What was found harmful is tried again after each nap, and stays once it has gained for long enough.
+    run = PlayedRun(trace, get_predictor("oracle"), shutoff=True, **options)
+    for shutoff in run.prefetcher.shutoffs:
+        shutoff._gains, shutoff.state = [-1e-9] * 12, False
+    run.run(("experts",))
+    assert run.prefetcher.stats()["steps_asleep"] > 0 and all(s["on"] for s in run.prefetcher.stats()["layers"])
+
+
+def test_without_shutoff_it_never_sleeps():
+    run = PlayedRun(random_trace(1, T=400, E=48), Guess(), copy_seconds=0.7, slots=8, reserve=8)
+    run.run()
+    assert run.prefetcher.stats()["steps_asleep"] == 0
 
 
 def test_a_moved_bank_loses_what_was_prefetched():

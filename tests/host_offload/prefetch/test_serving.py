@@ -100,7 +100,7 @@ class Host:
     """The calls of a run of decode steps, with banks in NumPy. cuda: the played runtime's module."""
 
     def __init__(self, monkeypatch, pool, *, slots=4, policy="lru", scope="layer", budget=10**9, right=0.5, cuda=None,
-                 lane=None, forced=False, batch=1):  # fmt: skip
+                 lane=None, forced=False, batch=1, shutoff=False):  # fmt: skip
         self.cuda = None
         if cuda is not None:
             self.cuda = cuda.cudart = PlayedCuda()
@@ -112,7 +112,7 @@ class Host:
             monkeypatch.setattr(callback_module, "make_mover", lambda pool, early, staging: NumpyMover(pool, staging))
             monkeypatch.setattr(prefetching_module, "make_lane", lambda *args: (lane or NumpyLane)(pool))
         self.predictor = Mixed(right)
-        settings = PrefetchSettings(self.predictor, budget, False, RESERVE, Experience(L, E))
+        settings = PrefetchSettings(self.predictor, budget, shutoff, RESERVE, Experience(L, E))
         self.transport = PrefetchTransport(
             SPEC,
             pool,
@@ -268,6 +268,51 @@ def test_on_a_gpu_no_copy_meets_another_or_a_read(monkeypatch, cuda_module, seed
     host.transport.close()
     host.transport.close()
     assert not host.cuda.open and not host.cuda.memory
+
+
+def test_nothing_is_prefetched_after_an_event_that_copies_nothing(monkeypatch):
+    """The host would keep the device waiting; such events are learned from, and mark the time, all the same."""
+    events = draw_events(4, 300)
+    host = Host(monkeypatch, Pool(), slots=4, right=0.7)
+    prefetcher = host.transport._prefetcher
+    copied, asked, served, ahead = [], [], prefetcher.serve, prefetcher.ahead
+    monkeypatch.setattr(
+        prefetcher, "serve", lambda layer, ids, now=None: copied.append(len(ids)) or served(layer, ids, now)
+    )
+    monkeypatch.setattr(
+        prefetcher, "ahead", lambda layer, *args, **more: asked.append(layer) or ahead(layer, *args, **more)
+    )
+    host.run(events)
+    host.transport.close()
+    assert len(copied) == len(events) and 0 < len(asked) <= np.count_nonzero(copied) < len(events)
+    assert prefetcher.settings.experience.counts.tokens == 100
+
+
+@pytest.mark.parametrize("place", ("cpu", "gpu", "tier"))
+def test_asleep_and_awake_in_turn(monkeypatch, cuda_module, place):
+    """Rows are right and hits those without prefetch wherever sleep begins and ends; all steps are learned from."""
+    monkeypatch.setattr("host_offload.prefetch.prefetcher.NAP", 5)
+    monkeypatch.setattr("host_offload.prefetch.prefetcher.NAP_MOST", 9)
+    monkeypatch.setattr("host_offload.prefetch.shutoff.ShutOff._compare", lambda shutoff, off, on: None)
+    pool = DiskTier(SPEC, Source(), 12, get_policy("lru"), threads=2) if place == "tier" else Pool()
+    events = draw_events(3, 603)
+    host = Host(monkeypatch, pool, slots=2, cuda=cuda_module if place == "gpu" else None, right=0.7, shutoff=True)
+    prefetcher = host.transport._prefetcher
+    for shutoff in prefetcher.shutoffs:
+        shutoff._gains, shutoff.state = [-1.0] * 12, False
+    try:
+        counters = hits_of(host, events)
+        stats = host.transport.prefetch_stats()
+        assert 60 < stats["steps_asleep"] < 140 and stats["rows"]["issued"] and stats["rows"]["useful"]
+    finally:
+        host.transport.close()
+    assert prefetcher.settings.experience.counts.tokens == 201
+    with monkeypatch.context() as patch:
+        other = Host(patch, Pool(), slots=2, budget=1)
+        assert (hits_of(other, events, 100)[:, :4] == counters[:, :4]).all()
+        other.transport.close()
+    if place == "tier":
+        pool.close()
 
 
 def test_the_played_runtime_sees_a_row_that_is_not_waited_for(monkeypatch, cuda_module):
