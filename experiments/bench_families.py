@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
+from host_offload.pinned import ALLOCATED, WAYS
 from moe_jax import MoE, OffloadConfig
 from moe_jax.errors import MoEJaxError
 from moe_jax.floors import find_ceilings
@@ -74,6 +75,7 @@ def loading(moe: MoE, directory: Path, source: str) -> dict:
         "load_seconds": seconds,
         "load_gb_per_second": nbytes / seconds / 1e9,
         "pool_gb": stats["memory"]["pool_bytes"] / 1e9,
+        "pinned_memory": stats["pinned_memory"],
         "pool_allocate_seconds": pool["allocate"],
         "pool_fill_seconds": pool["fill"],
         # A disk tier starts empty.
@@ -119,9 +121,12 @@ def shown(row: dict) -> list[str]:
     return ["-" if row.get(key) is None else format(row[key], style) for key, style in COLUMNS.values()]
 
 
-def bench(directory: Path, transports, shares, tokens, context, repeats, decode_chunk, ceilings, source) -> dict:
+def bench(
+    directory: Path, transports, shares, tokens, context, repeats, decode_chunk, pinned, ceilings, source
+) -> dict:
     """Everything measured of one checkpoint: `load`, and `rows` whose "equal" says whether the tokens are right."""
     settings = OffloadConfig(
+        pinned_memory=pinned,
         transport=transports[0],
         cache_rate=max(shares),
         decode_chunk=decode_chunk,
@@ -169,6 +174,7 @@ def main(
     context: Annotated[int | None, Option(min=1, help="prompt tokens; default: 64, with --dry 16")] = None,
     repeats: Annotated[int, Option(min=1, help="timed runs of each setting; the median is reported")] = 3,
     decode_chunk: Annotated[int, Option(min=1, help="decode steps a jit call")] = 32,
+    pinned_memory: Annotated[str, Option(help=f"how the pool is had: {' or '.join(WAYS)}")] = ALLOCATED,
     link_gbps: Annotated[float | None, Option(help="link ceiling; default: measured")] = None,
     hbm_gbps: Annotated[float | None, Option(help="memory ceiling; default: measured")] = None,
     out: Annotated[Path | None, Option(help="write the figures as JSON")] = None,
@@ -178,6 +184,8 @@ def main(
         raise typer.BadParameter("--layers and --dry belong to --make")
     if context is None:
         context = 16 if dry else 64  # tiny configurations have 128 positions
+    if pinned_memory not in WAYS:
+        raise typer.BadParameter(f"--pinned-memory {pinned_memory}: must be {' or '.join(WAYS)}")
     wanted = transports.split(",")
     if unknown := sorted(set(wanted) - {"device", "callback"}):
         raise typer.BadParameter(f"--transports: {', '.join(unknown)} must be device or callback")
@@ -205,6 +213,7 @@ def main(
             context,
             repeats,
             decode_chunk,
+            pinned_memory,
             ceilings,
             source_of(directory, make is not None),
         )

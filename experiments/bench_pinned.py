@@ -79,13 +79,13 @@ def by_registering(nbytes: int, huge: bool, threads: int):
 
 
 WAYS = {
-    "jax": lambda nbytes: by_pool(AllocatedMemory, nbytes),
+    "pinned_memory='allocated'": lambda nbytes: by_pool(AllocatedMemory, nbytes),
     "cudaMallocHost": lambda nbytes: by_driver(nbytes, 1),
     f"cudaMallocHost, {THREADS} threads": lambda nbytes: by_driver(nbytes, THREADS),
     "pages, registered": lambda nbytes: by_registering(nbytes, False, 0),
     "huge pages, registered": lambda nbytes: by_registering(nbytes, True, 0),
     f"huge pages, registered by {THREADS} threads": lambda nbytes: by_registering(nbytes, True, THREADS),
-    "the pool's": lambda nbytes: by_pool(RegisteredMemory, nbytes),
+    "pinned_memory='registered'": lambda nbytes: by_pool(RegisteredMemory, nbytes),
 }
 
 

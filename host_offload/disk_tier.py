@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 import numpy as np
 
 from host_offload.disk_reader import make_reader
-from host_offload.pinned import MAX_THREADS, host_view, open_pinned, padded
+from host_offload.pinned import ALLOCATED, MAX_THREADS, host_view, open_pinned, padded
 from host_offload.plan import apply, plan_event
 from host_offload.policy import fresh_state
 from host_offload.read_threads import AHEAD, DEMAND, ReadThreads
@@ -74,7 +74,7 @@ class DiskTier:
       policy: `Policy` that decides who stays; `seed` of its draws. It observes the experts that the device missed, and
         gets zeros for the router's scores.
       threads: how many rows are read at a time (default: as many as a pool is filled with).
-      why: for the log and `stats`.
+      why: for the log and `stats`. pinned: how its memory is had, see `pinned.open_pinned`.
 
     Attributes:
       adjacent: False, neighbouring experts need not be neighbours in memory. allocate_seconds, fill_seconds: as those
@@ -84,13 +84,13 @@ class DiskTier:
     adjacent = False
     fill_seconds = 0.0
 
-    def __init__(self, spec, source, rows, policy, *, seed=0, threads=None, why=""):
+    def __init__(self, spec, source, rows, policy, *, seed=0, threads=None, why="", pinned=ALLOCATED):
         if not 0 < rows <= spec.L * spec.E:
             raise ValueError(f"rows={rows}: a tier holds from 1 to all {spec.L * spec.E} rows")
         self.spec, self.rows, self.policy, self.why = spec, rows, policy, why
         self._offsets = row_offsets(spec)
         started = time.perf_counter()
-        self._memory = self._allocate()
+        self._memory = self._allocate(pinned)
         self.allocate_seconds = time.perf_counter() - started
         self._views = [row_views(spec, row) for row in self._memory]
         self._addresses = [row.ctypes.data for row in self._memory]
@@ -118,11 +118,11 @@ class DiskTier:
             rows, spec.L * spec.E, self.nbytes / 1e9, self._reader.how, policy.name, why,
         )  # fmt: skip
 
-    def _allocate(self):
+    def _allocate(self, pinned):
         """[stride] uint8 a row."""
         stride, most = row_stride(self.spec), _slab_rows(self.spec)
         counts = [min(most, self.rows - start) for start in range(0, self.rows, most)]
-        self._pinned = open_pinned(sum(padded(count * stride + ALIGNMENT) for count in counts))
+        self._pinned = open_pinned(sum(padded(count * stride + ALIGNMENT) for count in counts), pinned)
         memory = []
         try:
             for count in counts:
@@ -133,6 +133,11 @@ class DiskTier:
             self._pinned.close()
             raise
         return memory
+
+    @property
+    def pinned(self) -> str:
+        """How its memory was had, one of `pinned.WAYS`."""
+        return self._pinned.way
 
     @property
     def nbytes(self) -> int:

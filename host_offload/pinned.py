@@ -2,7 +2,7 @@
 
 jax allocates it at about 1 GB/s on the H200 of docs/measurements.md, for the driver makes the pages one after another.
 Pages that threads have touched before, huge ones where the system has them, are registered with CUDA twenty times as
-fast, and DLPack makes a jax array of a piece of them without a copy. So that is done on a GPU; elsewhere jax allocates.
+fast, and DLPack makes a jax array of a piece of them without a copy.
 """
 
 import ctypes
@@ -31,6 +31,10 @@ _TOUCHED_AT_A_TIME = 1 << 28
 _DL_CUDA_HOST, _DL_BFLOAT, _DL_TYPE_CODE_AT = 3, 4, 20
 
 
+# Ways to have it.
+ALLOCATED, REGISTERED = WAYS = ("allocated", "registered")
+
+
 class HostMemoryError(MemoryError):
     """Pinned host memory could not be had."""
 
@@ -53,9 +57,15 @@ def padded(nbytes: int) -> int:
     return math.ceil(nbytes / mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def open_pinned(nbytes: int) -> "PinnedMemory":
-    """`nbytes` of pinned memory of zeros, the sum of what will be taken, each `padded`. Raises HostMemoryError."""
+def open_pinned(nbytes: int, way=ALLOCATED) -> "PinnedMemory":
+    """`nbytes` of pinned memory of zeros, the sum of what will be taken, each `padded`. Raises HostMemoryError.
+
+    way: one of `WAYS`. What cannot be registered is allocated, and the log says why.
+    """
+    if way == ALLOCATED:
+        return AllocatedMemory(nbytes)
     if _platform() != "gpu":
+        logger.info("pinned memory: allocated; it is registered with a GPU, and there is none")
         return AllocatedMemory(nbytes)
     from host_offload.transport.cuda import CudaError
 
@@ -74,10 +84,10 @@ class PinnedMemory:
     """What `open_pinned` returns. Owner: who opened it.
 
     Attributes:
-      how: in words.
+      way: one of `WAYS`.
     """
 
-    how: str
+    way: str
 
     def __init__(self, nbytes):
         self.nbytes, self._arrays = nbytes, []
@@ -102,7 +112,7 @@ class PinnedMemory:
 class AllocatedMemory(PinnedMemory):
     """Each array is allocated by jax."""
 
-    how = "allocated by jax"
+    way = ALLOCATED
 
     def _make(self, shape, dtype):
         try:
@@ -125,7 +135,7 @@ class RegisteredMemory(PinnedMemory):
     CudaError if it cannot be registered or the device cannot read it where the host has it.
     """
 
-    how = "registered"
+    way = REGISTERED
 
     def __init__(self, nbytes):
         super().__init__(nbytes)

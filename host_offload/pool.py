@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from host_offload.pinned import MAX_THREADS, host_view, open_pinned, padded
+from host_offload.pinned import ALLOCATED, MAX_THREADS, host_view, open_pinned, padded
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class ExpertPool:
 
     Owner: the engine that made it. Experts are read-only after `fill`, so any thread and the device may read at any
     time. `close()` gives the memory back; the arrays must not be in use by a running program then, nor views of them.
-    Raises HostMemoryError.
+    Raises HostMemoryError. pinned: how its memory is had, see `pinned.open_pinned`.
 
     Attributes:
       adjacent: True, a tensor's rows of experts e and e + 1 follow each other in memory.
@@ -30,12 +30,12 @@ class ExpertPool:
 
     adjacent = True
 
-    def __init__(self, spec):
+    def __init__(self, spec, pinned=ALLOCATED):
         self.spec = spec
         self.slabs: list[dict[str, jax.Array]] = []
         self.fill_seconds = 0.0
         started = time.perf_counter()
-        self._memory = open_pinned(spec.L * sum(padded(spec.E * spec.nbytes(name)) for name in spec.tensors))
+        self._memory = open_pinned(spec.L * sum(padded(spec.E * spec.nbytes(name)) for name in spec.tensors), pinned)
         try:
             for _ in range(spec.L):
                 layer = {n: self._memory.take((spec.E, *shape), dtype) for n, (shape, dtype) in spec.tensors.items()}
@@ -49,6 +49,11 @@ class ExpertPool:
             for layer in self.slabs
         ]
         self.allocate_seconds = time.perf_counter() - started
+
+    @property
+    def pinned(self) -> str:
+        """How its memory was had, one of `pinned.WAYS`."""
+        return self._memory.way
 
     @property
     def nbytes(self) -> int:

@@ -425,8 +425,7 @@ class MoE:
         `load_seconds` includes `pool_seconds`: allocating pinned memory and filling it (None without a pool). `disk`:
         see `DiskTier.stats`, since the model was loaded; None if no expert is read from disk. `prefetch`: predictor,
         budget, what became of the rows that were fetched ahead, in rows and bytes, and for each layer whether prefetch
-        is on and why, since the predictor was chosen; None without one. Wasted rows are not among the bytes of `last`
-        and `total`, which count misses.
+        is on and why, since it was chosen; None without one. `last` and `total` count misses, not wasted rows.
         """
         engine, parts, pool = self._open_engine(), self._builder.parts, self._builder.pool
         transport, budget, spec = engine.transport, engine.transport.budget, engine.transport.spec
@@ -461,6 +460,7 @@ class MoE:
             "prefetch": transport.prefetch_stats(),
             "disk": pool.stats() if isinstance(pool, DiskTier) else None,
             "load_seconds": self.load_seconds,
+            "pinned_memory": pool.pinned if pool else None,
             "pool_seconds": {"allocate": pool.allocate_seconds, "fill": pool.fill_seconds} if pool else None,
         }
 

@@ -270,12 +270,13 @@ class CacheBuilder:
         spec, store, config, plan = self.parts.spec, self.parts.store, self.config, self.plan
         if plan.disk_why is not None:
             options = {"seed": config.seed, "threads": config.load_threads, "why": plan.disk_why}
+            options["pinned"] = config.pinned_memory
             try:
                 self.pool = DiskTier(spec, store, plan.host_rows, make_host_policy(config.host_policy), **options)
             except StoreError as error:
                 raise CheckpointError(str(error)) from error
             return
-        pool = ExpertPool(spec)
+        pool = ExpertPool(spec, config.pinned_memory)
         try:
             pool.fill(store, config.load_threads, progress)
         except BaseException:

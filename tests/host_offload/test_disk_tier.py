@@ -135,7 +135,7 @@ def test_a_tier_that_does_not_fit_leaves_nothing(monkeypatch):
             super().close()
 
     monkeypatch.setattr("host_offload.disk_tier.SLAB_BYTES", 2 * 4096)
-    monkeypatch.setattr("host_offload.disk_tier.open_pinned", Short)
+    monkeypatch.setattr("host_offload.disk_tier.open_pinned", lambda nbytes, way: Short(nbytes))
     with pytest.raises(HostMemoryError, match="no more"):
         DiskTier(SPEC, Source(), 5, LRU())
     assert len(opened) == 1 and not opened[0]._arrays

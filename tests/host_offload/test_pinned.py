@@ -34,7 +34,7 @@ def test_an_array_on_a_gpu_says_that_it_is_pinned():
 
 def test_registered_arrays_are_zeros_of_their_kind_where_the_memory_is(played):
     shape = (3, 5, 7)
-    memory = open_pinned(sum(padded(105 * np.dtype(dtype).itemsize) for dtype in DTYPES))
+    memory = open_pinned(sum(padded(105 * np.dtype(dtype).itemsize) for dtype in DTYPES), "registered")
     assert isinstance(memory, RegisteredMemory) and list(played.registered.values()) == [memory.nbytes]
     arrays = [memory.take(shape, dtype) for dtype in DTYPES]
     for number, (array, dtype) in enumerate(zip(arrays, DTYPES, strict=True)):
@@ -54,7 +54,7 @@ def test_registered_arrays_are_zeros_of_their_kind_where_the_memory_is(played):
 def test_more_than_is_free_is_refused_before_any_page_is_touched(played, monkeypatch):
     monkeypatch.setattr(pinned, "free_host_bytes", lambda: 5e9)
     with pytest.raises(HostMemoryError, match=r"take 6.0 GB of pinned memory, and 5.0 GB are free"):
-        open_pinned(6_000_000_000)
+        open_pinned(6_000_000_000, "registered")
     assert not played.registered
 
 
@@ -62,14 +62,15 @@ def test_more_than_is_free_is_refused_before_any_page_is_touched(played, monkeyp
 def test_where_it_cannot_be_registered_jax_allocates_and_the_log_says_so(played, caplog, call):
     played.fails = lambda function, stream: function == call
     with caplog.at_level("WARNING", logger="host_offload"):
-        memory = open_pinned(padded(8))
+        memory = open_pinned(padded(8), "registered")
     assert isinstance(memory, AllocatedMemory) and "so jax allocates it" in caplog.text and not played.registered
     assert memory.take((8,), np.uint8).sharding.memory_kind == "pinned_host"
     memory.close()
 
 
-def test_without_a_gpu_jax_allocates():
-    memory = open_pinned(padded(24))
+@pytest.mark.parametrize("way", pinned.WAYS)
+def test_without_a_gpu_jax_allocates(way):
+    memory = open_pinned(padded(24), way)
     array = memory.take((2, 3), np.float32)
     assert isinstance(memory, AllocatedMemory) and array.sharding.memory_kind == "pinned_host"
     assert not host_view(array).any()

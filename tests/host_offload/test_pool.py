@@ -102,7 +102,7 @@ def test_a_pool_that_does_not_fit_leaves_nothing(monkeypatch):
             opened.append(self)
             super().close()
 
-    monkeypatch.setattr(pool_module, "open_pinned", Short)
+    monkeypatch.setattr(pool_module, "open_pinned", lambda nbytes, way: Short(nbytes))
     with pytest.raises(HostMemoryError, match="no more"):
         ExpertPool(SPEC)
     assert len(opened) == 1 and not opened[0]._arrays

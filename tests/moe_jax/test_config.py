@@ -66,6 +66,7 @@ def test_errors_are_value_errors_too():
         ("seed", 2**32, "0 to 4294967295"),
         ("prefill_chunk", 0, ">= 1"),
         ("decode_chunk", None, ">= 1"),
+        ("pinned_memory", "register", "did you mean 'registered'"),
         ("page_size", 48, "a power of two from 8 to 256"),
         ("page_size", 512, "8 to 256"),
         ("max_sequence_length", 0, ">= 1"),
