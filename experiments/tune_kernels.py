@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import jax
 import typer
 from _gemm_cases import gemm_of
-from _kernel_cases import PAGE, Entry, experts_of
+from _kernel_cases import PAGE, Entry, Experts, experts_of
 from _outputs import write_json
 from _row_cases import row_of
 from bench_kernels import Ready, compiled_or_dry, find_rates, measure, prepare, prepare_all, select, workers
@@ -31,7 +31,7 @@ from pallas_kernels.dequant_gemm.kernel import gemm_key, gemm_tiles
 from pallas_kernels.dequant_gemm.weights import most_columns
 from pallas_kernels.expert_ffn.decode import decode_key, decode_tiles
 from pallas_kernels.expert_ffn.grouped import grouped_key, grouped_tiles
-from pallas_kernels.expert_ffn.packed import unit_words
+from pallas_kernels.expert_ffn.packed import lanes, unit_words
 from pallas_kernels.formats import FP8, Dense
 from pallas_kernels.paged_attention.kernel import HEADS, partial_key, partial_tiles
 from pallas_kernels.row_linear.arg_specs import ArgSpec as RowSpec
@@ -40,8 +40,8 @@ from pallas_kernels.row_linear.kernel import row_key, row_tiles
 app = typer.Typer(add_completion=False)
 console = Console(width=170)
 
-# Not expert_ffn_deposit: it has the tiles of expert_ffn, or a result would depend on what was resident.
-TUNABLE = ("dequant_gemm", "expert_ffn", "expert_ffn_prefill", "paged_attention", "row_linear")
+# Of expert_ffn_deposit only how many tiles are read at a time: else a result would depend on what was resident.
+TUNABLE = ("dequant_gemm", "expert_ffn", "expert_ffn_deposit", "expert_ffn_prefill", "paged_attention", "row_linear")
 # Sums that a thread keeps in registers, of which it has 255: more spill, and with fewer it has nothing to do.
 REGISTERS = range(4, 129)
 
@@ -85,6 +85,8 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
     if entry.op == "row_linear":
         return row_variants(row_of(entry.shape, entry.size, small), base)
     experts = experts_of(entry.shape, entry.format, small)
+    if entry.op == "expert_ffn_deposit":
+        return deposit_variants(experts, base)
     found: list[Tiles] = [{}]
     for kernel, n_out, n_in in (("gate_up", experts.F, experts.D), ("down", experts.D, experts.F)):
         form = getattr(experts.spec, kernel)
@@ -95,7 +97,7 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
         else:
             grid = {"block_out": (4, 8, 16, 32, 64), "num_warps": (2, 4, 8)}
             dense = {"block_in": (32, 64, 128, 256), "unroll": (1, 2, 4)}
-            depth = dense if isinstance(form, Dense) else {"units": (1, 2, 4, 8)}
+            depth = dense if isinstance(form, Dense) else {"units": (1, 2, 4, 8), "unroll": (1, 2)}
         grid |= depth
         for values in itertools.product(*grid.values()):
             tiles = dict(zip(grid, values, strict=True))
@@ -119,7 +121,23 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
                 # As many columns as threads, or more: the operand would go through shared memory (`decode_tiles`).
                 if words >= 32 * tiles["num_warps"]:
                     continue
+            if "unroll" in tiles:
+                tiles["unroll_missing"] = tiles["unroll"]
             found.append({kernel: tiles})
+    return found
+
+
+def deposit_variants(experts: Experts, base: Tiles) -> list[Tiles]:
+    """Overrides of how many tiles are read at a time from pinned memory; those that fill rows as the default does."""
+    found: list[Tiles] = [{}]
+    for kernel, n_in in (("gate_up", experts.D), ("down", experts.F)):
+        form, tiles = getattr(experts.spec, kernel), base[kernel]
+        dense = isinstance(form, Dense)
+        size = tiles["block_in"] if dense else tiles["units"] * unit_words(form)
+        steps, rest = divmod(n_in if dense else n_in // lanes(form), size)
+        for unroll in (1, 2, 3, 4, 6, 8):
+            if unroll != tiles["unroll_missing"] and (rest or steps % unroll == 0):
+                found.append({kernel: {"unroll_missing": unroll}})
     return found
 
 
@@ -267,7 +285,9 @@ def main(
         if results:
             tiles, row = results[0]
             default = next((row["us"] for tiles, row in results if not tiles), None)
-            found[key] = {"tiles": merged(base, tiles), "us": row["us"], "before_us": default}
+            what = "deposit_" if op == "expert_ffn_deposit" else ""
+            kept = found.get(key, {}) if what else {}
+            found[key] = kept | {"tiles": merged(base, tiles), f"{what}us": row["us"], f"{what}before_us": default}
             if out is not None:
                 write_json(out, found)
     raise typer.Exit(int(failures > 0))

@@ -94,30 +94,36 @@ def _split(refs, parts, offload):
 
 
 def _from_row(row_ref, src_ref, deposit_ref, u, banks, pools, bank_outs, use):
-    """Calls `use(row tensors, row, deposit targets or None, ...)` with a resident expert's bank row, else the pool's.
+    """Calls `use(row tensors, row, deposit targets or None, missing, ...)` with a resident expert's bank row, else the
+    pool's.
 
     The row tensors are the weights and, if any, their bias.
     """
     row = row_ref[u]
     if pools is None:
-        use(banks, row, None)
+        use(banks, row, None, False)
         return
     src = src_ref[u]
 
     @pl.when(src < 0)
     def _resident():
-        use(banks, row, None)
+        use(banks, row, None, False)
 
     @pl.when(src >= 0)
     def _missing():
-        use(pools, src, bank_outs, deposit_row=row, deposit=deposit_ref[u] != 0)
+        use(pools, src, bank_outs, True, deposit_row=row, deposit=deposit_ref[u] != 0)
 
 
-def _outputs(form, x_ref, x_row, tensors, row, outs, n_in, targets, *, n_out, tile, batch, **deposit):
+def _outputs(form, x_ref, x_row, tensors, row, outs, n_in, targets, missing, *, n_out, tile, batch, **deposit):
     """x w^T + b of the columns `outs`, as `_project`; `targets` are the banks to deposit in, or None.
 
-    tile: `block_in` and `unroll`, or `units` of packed weights, whose operand x_ref is `packed.to_lanes`.
+    tile: `unroll`, `unroll_missing` in its place where an expert is `missing`, and `block_in`, or `units` of packed
+    weights, whose operand x_ref is `packed.to_lanes`.
     """
+    tile = dict(tile)
+    unroll_missing = tile.pop("unroll_missing")
+    if missing:
+        tile["unroll"] = unroll_missing
     n = len(form.suffixes)
     targets, bias_target = (None, [None]) if targets is None else (targets[:n], targets[n:])
     weights, bias = tensors[:n], tensors[n:]
@@ -140,10 +146,10 @@ def _gate_up_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, parts, 
 
     @pl.when(u < count_ref[0])
     def _():
-        def use(tensors, row, targets, **deposit):
+        def use(tensors, row, targets, missing, **deposit):
             first = j * block_out
             outs = [(start, block_out) for start in ((first, n_out + first) if spec.gated else (first,))]
-            operands = (spec.gate_up, x_ref, None, tensors, row, outs, n_in, targets)
+            operands = (spec.gate_up, x_ref, None, tensors, row, outs, n_in, targets, missing)
             products = _outputs(*operands, n_out=n_out, tile=tile, batch=batch, **deposit)
             h = spec.activate(*products).astype(h_ref.dtype)
             cols = pl.ds(j * block_out, block_out)
@@ -158,9 +164,9 @@ def _down_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, parts, spe
 
     @pl.when(u < count_ref[0])
     def _():
-        def use(tensors, row, targets, **deposit):
+        def use(tensors, row, targets, missing, **deposit):
             outs = [(j * block_out, block_out)]
-            operands = (spec.down, h_ref, u, tensors, row, outs, n_in, targets)
+            operands = (spec.down, h_ref, u, tensors, row, outs, n_in, targets, missing)
             (y,) = _outputs(*operands, n_out=n_out, tile=tile, batch=batch, **deposit)
             cols = pl.ds(j * block_out, block_out)
             store(y_ref.at[u, cols] if batch == 1 else y_ref.at[u, pl.ds(0, batch), cols], y)
@@ -186,8 +192,9 @@ def decode_key(width: int, model: int, batch: int, itemsize: int = 2, spec=SILU)
 def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SILU) -> dict:
     """Tile sizes and warps of the two kernels: divisors of the real widths, so that no dense tile needs a mask.
 
-    `itemsize`: bytes of the compute dtype. Tiles of packed weights have `units` instead of `block_in` and `unroll`, see
-    `packed.py`. Measured ones take the place of these.
+    `itemsize`: bytes of the compute dtype. Tiles of packed weights have `units` instead of `block_in`, see `packed.py`.
+    `unroll` tiles are read before the first is used; `unroll_missing` from pinned memory, where more may pay. Neither
+    changes a sum or its order. Measured ones take the place of these.
 
     The operand of one token has fewer columns (words) a tile than the program has threads. Triton then loads it where
     it is used; else it goes through shared memory, with two barriers a tile (seen in the programs compiled for sm_90).
@@ -199,16 +206,25 @@ def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SIL
             return dict(
                 block_out=max(least, divisor_block(n_out, 8)),
                 units=packed.default_units(form, batch, itemsize),
+                unroll=1,
+                unroll_missing=1,
                 num_warps=4,
                 num_stages=2,
             )
         if batch > 1:
             block_out, block_in = max(least, divisor_block(n_out, 16)), divisor_block(n_in, 256)
-            return dict(block_out=block_out, block_in=block_in, unroll=1, num_warps=4, num_stages=3)
+            return dict(block_out=block_out, block_in=block_in, unroll=1, unroll_missing=1, num_warps=4, num_stages=3)
         # Measured on an H200 at D = 2048, F = 768 (docs/measurements.md): few numbers a thread, many threads.
         block_in = divisor_block(n_in, columns)
         unroll = divisor_block(n_in // block_in, 128 // columns)
-        return dict(block_out=divisor_block(n_out, 8), block_in=block_in, unroll=unroll, num_warps=8, num_stages=3)
+        return dict(
+            block_out=divisor_block(n_out, 8),
+            block_in=block_in,
+            unroll=unroll,
+            unroll_missing=unroll,
+            num_warps=8,
+            num_stages=3,
+        )
 
     formula = {"gate_up": tiles(spec.gate_up, width, model, 64), "down": tiles(spec.down, model, width, 128)}
     return with_measured(decode_key(width, model, batch, itemsize, spec), formula)
@@ -245,7 +261,7 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
             n_in=n_in,
             n_out=n_out,
             block_out=t["block_out"],
-            tile={name: t[name] for name in ("block_in", "unroll", "units") if name in t},
+            tile={name: t[name] for name in ("block_in", "units", "unroll", "unroll_missing") if name in t},
             offload=offload,
             parts=len(parts),
             spec=spec,

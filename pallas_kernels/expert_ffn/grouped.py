@@ -78,6 +78,7 @@ def _products(form, x_at, tensors, row, starts, n_in, *, n_out, block_rows, bloc
             n_in,
             n_out=n_out,
             units=block_in,
+            unroll=1,
             batch=block_rows,
         )
     if bias:

@@ -135,7 +135,7 @@ def _block_row(form, matrix, start, n_out):
 
 
 def project(
-    form, x_at, parts, row, outs, n_in, *, n_out, units, batch, targets=None, deposit_row=None, deposit=None
+    form, x_at, parts, row, outs, n_in, *, n_out, units, unroll, batch, targets=None, deposit_row=None, deposit=None
 ):  # fmt: skip
     """x @ w[row, start:start+size].T for each (start, size) of `outs`, one in each of the stacked matrices.
 
@@ -146,7 +146,8 @@ def project(
       parts: refs [rows, *shape] of the weights' parts, in the order of `form.suffixes`.
       outs: with sizes and starts that divide the block of FP8.
       n_in, n_out: width and output size of each of the stacked matrices; n_in a multiple of `lanes`.
-      units: of a tile, a power of two up to 8.
+      units: of a tile, a power of two up to 8. unroll: tiles a step, which are all on their way before the first is
+        used; the sums are the same, in the same order.
       batch: rows of the operand, padded to 16 at least; 1 for a single token.
       targets: refs like `parts` whose row `deposit_row` takes the tiles where `deposit` holds, or None.
 
@@ -161,7 +162,7 @@ def project(
     tiles = _TILES[type(form)](form, units)
     shape = (units, tiles.words)
     tile_words, words = units * tiles.words, n_in // tiles.lanes
-    ragged = words % tile_words != 0
+    ragged = words % (tile_words * unroll) != 0
 
     def inside(i, size, n):
         """[size] of the i-th block of that size: which lie before n; None if all do."""
@@ -178,20 +179,42 @@ def project(
             store(targets[part].at[(deposit_row, *index)], tile, mask=jnp.broadcast_to(keep, tile.shape))
         return tile
 
-    def step(i, accs):
+    def read_tile(i):
+        """(first unit, words that lie in the row, operand by lane, generator of words and sides of each matrix) of the
+        i-th tile."""
         cols, first = pl.ds(i * tile_words, tile_words), i * units
         in_row, in_units = inside(i, tile_words, words), inside(i, units, cdiv(words, tiles.words))
         x_shape = (tile_words,) if batch == 1 else (batch, tile_words)
         each_lane = np.arange(tiles.lanes, dtype=np.int32)
         x = [read(x_at(lane, i * tile_words, tile_words), in_row, x_shape) for lane in each_lane]
-        new = []
-        for matrix, ((start, size), acc) in enumerate(zip(outs, accs, strict=True)):
+
+        def read_matrix(matrix):
+            start, size = outs[matrix]
             rows, block_row = pl.ds(start, size), _block_row(form, matrix, start, n_out)
             w = take(0, (rows, cols), in_row, (size, tile_words)).reshape(size, *shape)
             sides = [
                 take(part, index, in_units if by_unit else None, side)
                 for part, (index, side, by_unit) in enumerate(tiles.sides(rows, size, block_row, first), 1)
             ]
+            return w, sides
+
+        return first, in_row, x, (read_matrix(matrix) for matrix in range(len(outs)))
+
+    def step(i, accs):
+        if unroll == 1:
+            return add(accs, *read_tile(i))
+        loaded = []
+        for tile in range(unroll):
+            *rest, matrices = read_tile(i * unroll + tile)
+            loaded.append((*rest, list(matrices)))
+        for tile in loaded:
+            accs = add(accs, *tile)
+        return accs
+
+    def add(accs, first, in_row, x, matrices):
+        """The sums with a tile's products."""
+        new = []
+        for (w, sides), acc in zip(matrices, accs, strict=True):
             values, factor = tiles.decode(w, sides, first)
             if ragged:  # what is past the end of the row may be anything
                 factor = jnp.where(in_row.reshape(1, *shape), factor, 0)
@@ -204,14 +227,15 @@ def project(
             else:
                 factor = factor * tiles.scale
                 for v, at in zip(values, x, strict=True):
-                    v = (v * factor).astype(at.dtype).reshape(size, tile_words)
+                    v = (v * factor).astype(at.dtype).reshape(w.shape[0], tile_words)
                     acc += pltriton.dot(at, v, trans_b=True, allow_tf32=False)
                 new.append(acc)
         return new
 
-    steps = cdiv(words, tile_words)
+    steps = cdiv(words, tile_words * unroll)
     accs = [jnp.zeros((size, *shape) if batch == 1 else (batch, size), jnp.float32) for _, size in outs]
-    accs = jax.lax.fori_loop(0, steps, step, accs) if steps > 1 else step(np.int32(0), accs)
+    # A tile past the end must not be known to be one: that would be refused, masked or not.
+    accs = jax.lax.fori_loop(0, steps, step, accs) if steps > 1 or unroll > 1 else step(np.int32(0), accs)
     if batch > 1:
         return accs
     return [jnp.sum(acc.reshape(acc.shape[0], -1), axis=1) * tiles.scale for acc in accs]

@@ -14,7 +14,8 @@ def resolve_tiles(defaults: dict, overrides: dict | None, *, width: int, model: 
 
     Args:
       defaults: {"gate_up": {...}, "down": {...}}, each with `block_out`, `num_warps`, `num_stages` and, where
-        that is a choice, `block_in` and how many such tiles a step takes, `unroll`.
+        that is a choice, `block_in` and how many such tiles a step takes, `unroll` and `unroll_missing`. `unroll`
+        given alone is both.
       overrides: the same form, any part of it, or None.
       width: F; model: D.
       least: smallest side of a tile: 16 where tensor cores work on it, else 1.
@@ -31,7 +32,8 @@ def resolve_tiles(defaults: dict, overrides: dict | None, *, width: int, model: 
         known = tiles.get(name, {})
         if not known or set(over) - set(known):
             raise ValueError(f"tiles[{name!r}] = {over!r}: kernels are {sorted(tiles)}, parameters {sorted(known)}")
-        tiles[name].update(over)
+        both = {"unroll_missing": over["unroll"]} if "unroll" in over else {}
+        tiles[name].update(both | over)
     sides = {"gate_up": {"block_out": width, "block_in": model}, "down": {"block_out": model, "block_in": width}}
     for name, cut in sides.items():
         for parameter, side in cut.items():
@@ -43,10 +45,11 @@ def resolve_tiles(defaults: dict, overrides: dict | None, *, width: int, model: 
                     f"tiles[{name!r}][{parameter!r}] = {block} for F = {width}, D = {model}: must be a power of two >= "
                     f"{least} that divides {side}; if {side} has no such divisor, use implementation='xla'"
                 )
-        step = tiles[name].get("unroll", 1)
-        if step < 1 or cut["block_in"] % (tiles[name].get("block_in", 1) * step):
-            raise ValueError(
-                f"tiles[{name!r}]['unroll'] = {step} for F = {width}, D = {model}: that many tiles of "
-                f"{tiles[name]['block_in']} columns must divide {cut['block_in']}"
-            )
+        for parameter in ("unroll", "unroll_missing"):
+            step, columns = tiles[name].get(parameter, 1), tiles[name].get("block_in")
+            if step < 1 or (columns and cut["block_in"] % (columns * step)):
+                of = f"tiles of {columns} columns must divide {cut['block_in']}" if columns else "tiles are too few"
+                raise ValueError(
+                    f"tiles[{name!r}][{parameter!r}] = {step} for F = {width}, D = {model}: that many {of}"
+                )
     return tuple((name, tuple(sorted(t.items()))) for name, t in tiles.items())

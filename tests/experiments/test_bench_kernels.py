@@ -221,6 +221,25 @@ def test_tuning_writes_the_fastest_tiles(tmp_path, monkeypatch):
     assert tune_kernels.decode_tiles(128, 256, 2) != tiles
 
 
+def test_tuning_what_is_read_from_pinned_memory_keeps_the_other_tiles(tmp_path, monkeypatch):
+    out = tmp_path / "tiles.json"
+    monkeypatch.setattr(tile_table, "FILE", out)
+    key = "expert_ffn MXFP4() [D256 F128 clamped_swiglu 2-byte B1] cpu"
+    tiles = {"gate_up": {"block_out": 4}, "down": {"num_warps": 2}}
+    out.write_text(json.dumps({key: {"tiles": tiles, "us": 2.0}}))
+    other = tmp_path / "more.json"
+    other.write_text(out.read_text())
+    times = iter([9.0, 5.0, 7.0])
+    right = tune_kernels.measure
+    monkeypatch.setattr(tune_kernels, "measure", lambda ready, rates: right(ready, rates) | {"us": next(times, 4.0)})
+    result = tune("--op", "expert_ffn_deposit", "--shape", "gpt-oss-120b", "--most", 3, "--out", other)
+    assert result.exit_code == 0, result.output
+    entry = json.loads(other.read_text())[key]
+    assert (entry["us"], entry["deposit_us"], entry["deposit_before_us"]) == (2.0, 5.0, 9.0)
+    assert entry["tiles"]["gate_up"]["unroll_missing"] > 1 and entry["tiles"]["gate_up"]["block_out"] == 4
+    assert entry["tiles"]["down"] | {"unroll_missing": 1} == entry["tiles"]["down"]
+
+
 def test_tuning_attention(tmp_path, monkeypatch):
     monkeypatch.setattr(tune_kernels, "variants", lambda *arguments: [{}, {"tokens": 16, "splits": 4}])
     out = tmp_path / "tiles.json"
@@ -250,7 +269,8 @@ def test_variants_differ_and_fit():
             continue
         base = tune_kernels.class_of(entry, 1, False)[1]
         found = tune_kernels.variants(entry, base, 1, False)
-        assert found[0] == {} and 10 < len(found) < 120, (entry.name, len(found))
+        least = 2 if entry.op == "expert_ffn_deposit" else 11
+        assert found[0] == {} and least <= len(found) < 160, (entry.name, len(found))
         assert len({json.dumps(tiles, sort_keys=True) for tiles in found}) == len(found)
 
 

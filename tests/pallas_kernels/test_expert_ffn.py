@@ -447,6 +447,8 @@ def test_widths_that_tensor_cores_cannot_tile_are_refused():
         ({"down": {"rows": 16}}, "parameters"),
         ({"down": {"block_out": 64}}, "divides 96"),
         ({"gate_up": {"block_in": 48}}, "power of two"),
+        ({"gate_up": {"unroll": 7}}, r"\['unroll'\] = 7 .* that many tiles of \d+ columns must divide"),
+        ({"down": {"unroll_missing": 0}}, r"\['unroll_missing'\] = 0"),
     ],
 )
 def test_tiles_that_do_not_fit_are_refused(tiles, message):

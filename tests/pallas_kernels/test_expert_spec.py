@@ -184,6 +184,37 @@ def test_rows_of_several_tiles(form, units, B):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("B", (1, 2))
+@pytest.mark.parametrize("form", [Dense(), MXFP4(), FP8(16), INT4(32), INT4(16, zeros=True)], ids=str)
+def test_how_many_tiles_are_read_at_a_time_changes_no_sum(form, B):
+    """Fetched and resident, with steps that fill the row and steps that do not. The last bit is the CPU compiler's,
+    which joins products and sums as it likes; on a GPU `fma` says where."""
+    size = {"D": 160, "F": 16}
+    spec = replace(V4, gate_up=form)
+    rng = np.random.default_rng(4)
+    rows = random_rows(rng, spec, "float32", **size)
+    x = jnp.asarray(rng.normal(size=(B, size["D"])).astype("float32"))
+    tile = {"block_in": 16} if isinstance(form, Dense) else {"units": 1}
+    at, one = jnp.array([5], jnp.int32), jnp.ones(1, jnp.int32)
+
+    def run(**unroll):
+        junk = {name: jnp.full((ROWS, *w.shape[1:]), -1).astype(w.dtype) for name, w in rows.items()}
+        step = functools.partial(
+            decode.expert_ffn_decode, distinct=1, spec=spec, tiles={"gate_up": tile | unroll}, interpret=True
+        )
+        y, banks = step(x, at, 3 * one, one, one, junk, in_host_memory(rows))
+        again, _ = step(x, at, -one, one, one, banks, None)
+        return np.stack([y, again]), {name: np.asarray(bank).tobytes() for name, bank in banks.items()}
+
+    sums, banks = run(unroll=1)
+    close(sums[0, 0], definition(np.asarray(x), rows, spec, 3, **size), "float32")
+    for unroll in ({"unroll": 2}, {"unroll_missing": 5}, {"unroll": 5, "unroll_missing": 2}):
+        others, deposited = run(**unroll)
+        assert np.abs(others - sums[0]).max() < 1e-6 * np.abs(sums).max()
+        assert deposited == banks
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES + PACKED_KERNELS, ids=str)
 def test_round(case):
     rng = np.random.default_rng(7)
