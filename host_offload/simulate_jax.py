@@ -1,7 +1,8 @@
 """The compiled back end of the simulator: many requests, capacities and variants of a policy side by side.
 
 With `reset="request"` requests do not touch each other, so they are dealt to P lanes that advance together; with
-`reset="never"` there is one lane. A loop over steps and layers serves one event of every lane at a time.
+`reset="never"` there is one lane. A loop over steps and layers serves one event of every lane at a time. The loop's
+operations are too small to be worth a second core, so if cores are left over each runs a part of the lanes.
 
 What a policy without `in_cache` prefers does not depend on what is cached: one ranking an event then serves all
 capacities. The ranking is kept as bit words (bit f of `before[e]`: f stays rather than e), and the experts that stay at
@@ -11,6 +12,7 @@ experts, L MoE layers, E experts.
 """
 
 import hashlib
+import heapq
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -48,13 +50,15 @@ def run_many(table, jobs, start=None):
     for index, (policy, settings) in enumerate(jobs):
         groups.setdefault(_fingerprint(policy, table, settings), []).append(index)
     results = [None] * len(jobs)
+    cores = os.cpu_count() or 1
 
     def work(item):
         key, members = item
-        for index, result in zip(members, _run_group(key, table, [jobs[i] for i in members], start), strict=True):
+        done = _run_group(key, table, [jobs[i] for i in members], start, max(1, cores // len(groups)))
+        for index, result in zip(members, done, strict=True):
             results[index] = result
 
-    with ThreadPoolExecutor(min(len(groups), os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(len(groups), cores)) as pool:
         list(pool.map(work, groups.items()))
     return results
 
@@ -62,7 +66,7 @@ def run_many(table, jobs, start=None):
 # ---------------------------------------------------------------------------------------------------- one group of jobs
 
 
-def _run_group(key, table, jobs, start):
+def _run_group(key, table, jobs, start, threads):
     policy, settings = jobs[0]
     L, E = table.L, table.E
     # Distinct policy states, and the capacities that each of them serves.
@@ -85,30 +89,15 @@ def _run_group(key, table, jobs, start):
     capacities = np.array([(u["capacities"] + u["capacities"][:1] * Q)[:Q] for u in units], np.int32)  # [U, Q, L]
     initial = jax.tree.map(lambda *leaves: np.stack(leaves), *(unit["state"] for unit in units))
 
-    lanes = _deal(table, settings)
-    P, n = lanes.shape
+    lanes = _deal(table, settings, threads)
     bits = _pack(np.zeros((L, E), bool) if start is None else start.resident)
-    shape = (P, len(units), Q)
-    carry = (
-        jax.tree.map(lambda leaf: np.broadcast_to(leaf, (P, *leaf.shape)), initial),
-        np.broadcast_to(bits, (*shape, *bits.shape)),
-        np.zeros((*shape, 2, L, LOOKUPS), np.int32),
-    )
     clock = _clock(table, settings, start)
     program = _program(key, policy, settings)
-    sizes = {"E": E, "most": _most(table), "ragged": _ragged(table, settings)}
-    chunk = max(1, min(n, CHUNK_BYTES // (4 * P * L * E))) if policy.uses_scores or settings.events else max(n, 1)
-    width = 1 << (chunk - 1).bit_length()
-    logs = []
-    for low in range(0, n, chunk):
-        part = lanes[:, low : low + chunk]
-        xs = _inputs(table, policy, settings, clock, part, width)
-        carry, log = program(carry, initial, capacities, xs, np.int32(part.shape[1]), **sizes)
-        if settings.events:
-            logs.append(jax.tree.map(lambda a, part=part: np.asarray(a)[: part.shape[1]], log))
-    state, resident, counts = jax.tree.map(np.asarray, carry)
-    counts = counts.astype(np.int64).sum(axis=0)  # [U, Q, 2, L, 5]
-    logs = jax.tree.map(lambda *parts: np.concatenate(parts), *logs) if logs else None
+    replay = partial(_replay, program, table, policy, settings, clock, initial, bits, capacities)
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        ends, logs = zip(*pool.map(replay, lanes), strict=True)
+    state, resident, _ = ends[0]  # with reset "never" there is one part
+    counts = sum(end[2].sum(axis=0, dtype=np.int64) for end in ends)  # [U, Q, 2, L, 5]
 
     lookups = np.bincount(table.phase, table.rows * table.K, minlength=2).astype(np.int64)
     results = []
@@ -119,32 +108,74 @@ def _run_group(key, table, jobs, start):
         end = None
         if own.reset == "never":
             left = _unpack(resident[0, u, q], E)
-            last = int(clock[-1]) if n else (-1 if start is None else start.step)
+            last = int(clock[-1]) if table.S else (-1 if start is None else start.step)
             end = CacheState(left, jax.tree.map(lambda leaf, u=u: leaf[0, u].copy(), state), last)
         events = _events(table, lanes, logs, u, q) if own.events else None
         results.append(_result(table, member, own, counters, events, end))
     return results
 
 
-def _deal(table, settings):
-    """[P, n] int64 step numbers of every lane, -1 beyond its end: requests are dealt longest first, to even out."""
+def _replay(program, table, policy, settings, clock, initial, bits, capacities, lanes):
+    """Replays one part, `lanes` [P, n]: (the loop's carry at its end; the record, [n, P, U, Q, L, ...] each, or None).
+
+    clock: [S]. initial: states [U, ...]. bits: residents at the start [L, W]. capacities: [U, Q, L].
+    """
+    P, n = lanes.shape
+    shape = (P, *capacities.shape[:2])
+    carry = (
+        jax.tree.map(lambda leaf: np.broadcast_to(leaf, (P, *leaf.shape)), initial),
+        np.broadcast_to(bits, (*shape, *bits.shape)),
+        np.zeros((*shape, 2, table.L, LOOKUPS), np.int32),
+    )
+    sizes = {"E": table.E, "most": _most(table), "ragged": _ragged(table, settings)}
+    long = policy.uses_scores or settings.events
+    chunk = max(1, min(n, CHUNK_BYTES // (4 * P * table.L * table.E))) if long else max(n, 1)
+    width = 1 << (chunk - 1).bit_length()
+    logs = []
+    for low in range(0, n, chunk):
+        part = lanes[:, low : low + chunk]
+        xs = _inputs(table, policy, settings, clock, part, width)
+        carry, log = program(carry, initial, capacities, xs, np.int32(part.shape[1]), **sizes)
+        if settings.events:
+            logs.append(jax.tree.map(lambda a, part=part: np.asarray(a)[: part.shape[1]], log))
+    logs = jax.tree.map(lambda *parts: np.concatenate(parts), *logs) if logs else None
+    return jax.tree.map(np.asarray, carry), logs
+
+
+def _deal(table, settings, parts):
+    """[B, P, n] int64 step numbers of P lanes in each of at most `parts` parts, -1 beyond a lane's end."""
     S = table.S
     if settings.reset == "never" or S == 0:
-        return np.arange(S)[None]
+        return np.arange(S)[None, None]
     first = np.flatnonzero(table.start)
     length = np.diff(np.append(first, S))
-    most = min(-(-S // length.max()), MAX_LANES)
-    lanes = [[] for _ in range(1 << (int(most).bit_length() - 1))]  # powers of two, for few compilations
-    load = np.zeros(len(lanes), np.int64)
-    for request in np.argsort(-length, kind="stable"):
-        lane = int(load.argmin())
-        lanes[lane].append(np.arange(first[request], first[request] + length[request]))
-        load[lane] += length[request]
-    out = np.full((len(lanes), load.max()), -1)
-    for lane, parts in enumerate(lanes):
-        steps = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    most = min(-(-S // int(length.max())), MAX_LANES)
+    parts = min(parts, most)
+    widths = [1 << k for k in range((most // parts).bit_length())]  # powers of two, for few compilations
+    dealt = [_hands(length, parts * width) for width in widths]
+    # A step takes its time for each lane, ended ones included, and about two lanes' time for itself.
+    lanes = min(dealt, key=lambda hands: _longest(length, hands) * (len(hands) // parts + 2))
+    out = np.full((len(lanes), _longest(length, lanes)), -1)
+    for lane, requests in enumerate(lanes):
+        steps = [np.arange(first[request], first[request] + length[request]) for request in requests]
+        steps = np.concatenate(steps) if steps else np.zeros(0, np.int64)
         out[lane, : len(steps)] = steps
-    return out
+    return out.reshape(parts, -1, out.shape[1])
+
+
+def _hands(length, lanes):
+    """The requests of each lane, lists of indices into `length`: longest first, to the lane of fewest steps so far."""
+    hands, load = [[] for _ in range(lanes)], [(0, lane) for lane in range(lanes)]
+    for request in np.argsort(-length, kind="stable").tolist():
+        steps, lane = load[0]
+        hands[lane].append(request)
+        heapq.heapreplace(load, (steps + int(length[request]), lane))
+    return hands
+
+
+def _longest(length, hands):
+    """The steps of the longest lane."""
+    return max(int(length[requests].sum()) for requests in hands)
 
 
 def _inputs(table, policy, settings, clock, part, width):
@@ -214,12 +245,12 @@ def _events(table, lanes, logs, u, q):
     log = _empty_log(table)
     log.need[:] = table.need(0, table.S).reshape(-1, table.E)
     shape = (table.S, table.L)
-    lane, at = np.nonzero(lanes >= 0)
-    steps = lanes[lane, at]
-    for name, E in (("hit", table.E), ("admit", table.E), ("evictions", None)):
-        values = np.asarray(logs[name])[at, lane, u, q]  # [S, L, ...]
-        values = values if E is None else _unpack(values, E)
-        getattr(log, name).reshape(*shape, *values.shape[2:])[steps] = values
+    for part, record in zip(lanes, logs, strict=True):
+        lane, at = np.nonzero(part >= 0)
+        for name, E in (("hit", table.E), ("admit", table.E), ("evictions", None)):
+            values = record[name][at, lane, u, q]  # [steps, L, ...]
+            values = values if E is None else _unpack(values, E)
+            getattr(log, name).reshape(*shape, *values.shape[2:])[part[lane, at]] = values
     return log
 
 
