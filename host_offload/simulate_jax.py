@@ -46,9 +46,13 @@ def run_many(table, jobs, start=None):
 
     Jobs whose policies compute alike run in one program, and jobs that differ in nothing that matters only once.
     """
-    groups = {}
+    groups, keys = {}, {}
     for index, (policy, settings) in enumerate(jobs):
-        groups.setdefault(_fingerprint(policy, table, settings), []).append(index)
+        form = _form(policy, table, settings)
+        known = id(policy), str(form)
+        if known not in keys:
+            keys[known] = _fingerprint(policy, table, settings, form)
+        groups.setdefault(keys[known], []).append(index)
     results = [None] * len(jobs)
     cores = os.cpu_count() or 1
 
@@ -92,8 +96,8 @@ def _run_group(key, table, jobs, start, threads):
     lanes = _deal(table, settings, threads)
     bits = _pack(np.zeros((L, E), bool) if start is None else start.resident)
     clock = _clock(table, settings, start)
-    program = _program(key, policy, settings)
-    replay = partial(_replay, program, table, policy, settings, clock, initial, bits, capacities)
+    program, steps = _program(key, policy, settings), _steps(table, settings, clock)
+    replay = partial(_replay, program, table, policy, settings, steps, initial, bits, capacities)
     with ThreadPoolExecutor(len(lanes)) as pool:
         ends, logs = zip(*pool.map(replay, lanes), strict=True)
     state, resident, _ = ends[0]  # with reset "never" there is one part
@@ -115,10 +119,10 @@ def _run_group(key, table, jobs, start, threads):
     return results
 
 
-def _replay(program, table, policy, settings, clock, initial, bits, capacities, lanes):
+def _replay(program, table, policy, settings, steps, initial, bits, capacities, lanes):
     """Replays one part, `lanes` [P, n]: (the loop's carry at its end; the record, [n, P, U, Q, L, ...] each, or None).
 
-    clock: [S]. initial: states [U, ...]. bits: residents at the start [L, W]. capacities: [U, Q, L].
+    steps: see `_steps`. initial: states [U, ...]. bits: residents at the start [L, W]. capacities: [U, Q, L].
     """
     P, n = lanes.shape
     shape = (P, *capacities.shape[:2])
@@ -134,7 +138,7 @@ def _replay(program, table, policy, settings, clock, initial, bits, capacities, 
     logs = []
     for low in range(0, n, chunk):
         part = lanes[:, low : low + chunk]
-        xs = _inputs(table, policy, settings, clock, part, width)
+        xs = _inputs(table, policy, steps, part, width)
         carry, log = program(carry, initial, capacities, xs, np.int32(part.shape[1]), **sizes)
         if settings.events:
             logs.append(jax.tree.map(lambda a, part=part: np.asarray(a)[: part.shape[1]], log))
@@ -178,21 +182,27 @@ def _longest(length, hands):
     return max(int(length[requests].sum()) for requests in hands)
 
 
-def _inputs(table, policy, settings, clock, part, width):
-    """What the loop reads of steps `part` [P, n], step major and padded to `width`; -1 is a step that needs nothing."""
+def _steps(table, settings, clock):
+    """What the loop reads of every step beside scores, by name: [S] or [S, L, ...]."""
+    need = [_pack(table.need(s, min(s + 1024, table.S))) for s in range(0, table.S, 1024)]
+    W = -(-table.E // 32)
+    out = {
+        "start": table.start,
+        "phase": table.phase.astype(np.int32),
+        "step": clock.astype(np.int32),
+        "need": np.concatenate(need) if need else np.zeros((0, table.L, W), np.uint32),
+    }
+    return {**out, "order": _orders(table)} if settings.contract == "sequential" else out
+
+
+def _inputs(table, policy, steps, part, width):
+    """`steps` and the scores of steps `part` [P, n], step major, padded to `width`; a step of -1 needs nothing."""
     P, n = part.shape
-    steps, live = np.maximum(part.T, 0), part.T >= 0  # [n, P]
-
-    def lay(values, fill=0):
-        out = np.full((width, P, *values.shape[1:]), fill, values.dtype)
-        out[:n][live] = values[steps[live]]
-        return out
-
-    xs = {"start": lay(table.start), "phase": lay(table.phase.astype(np.int32)), "step": lay(clock.astype(np.int32))}
-    need = np.concatenate([_pack(table.need(s, min(s + 1024, table.S))) for s in range(0, table.S, 1024)])
-    xs["need"] = lay(need)
-    if settings.contract == "sequential":
-        xs["order"] = lay(_orders(table), -1)
+    at, live = np.maximum(part.T, 0), part.T >= 0  # [n, P]
+    xs = {}
+    for name, values in steps.items():
+        xs[name] = np.full((width, P, *values.shape[1:]), -1 if name == "order" else 0, values.dtype)
+        xs[name][:n][live] = values[at[live]]
     if policy.uses_scores:
         scores = np.zeros((width, P, table.L, table.E), np.float32)
         for lane in range(P):  # consecutive steps of a lane are read in one go
@@ -265,17 +275,20 @@ def _digest(state):
     return hashed.digest()
 
 
-def _fingerprint(policy, table, settings):
+def _form(policy, table, settings):
+    """The shapes and dtypes of the policy's state: a tree of `jax.ShapeDtypeStruct`."""
+    capacities, pool = settings.capacities, settings.scope == "global"
+    state = fresh_state(policy, np, table.L, table.E, settings.seed, capacities, pool)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype), state)
+
+
+def _fingerprint(policy, table, settings, form):
     """What decides the compiled program: the text of the policy's functions, with the constants they hold.
 
     Policies that differ only in the state they start from (a table, a seed) have the same text, so they share a program
     and run side by side; a new instance of a known policy does not compile again.
     """
     L, E = table.L, table.E
-    state = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype),
-        fresh_state(policy, np, L, E, settings.seed, settings.capacities, settings.scope == "global"),
-    )
     integer = jax.ShapeDtypeStruct((), np.int32)
 
     def functions(state, layer, need, scores, t, pairs, resident):
@@ -284,7 +297,7 @@ def _fingerprint(policy, table, settings):
         return out, policy.commit(jnp, seen, layer, resident, t) if policy.in_cache else seen
 
     shapes = [((E,), bool), ((E,), np.float32), ((), np.int32), ((E,), np.int32), ((L, E), bool)]
-    traced = jax.make_jaxpr(functions)(state, integer, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    traced = jax.make_jaxpr(functions)(form, integer, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     text = f"{traced.jaxpr}|{policy.in_cache}|{policy.uses_scores}|{settings.scope}|{settings.contract}"
     return hashlib.sha256(f"{text}|{settings.reset}|{settings.events}|{L},{E}".encode()).digest() + _digest(
         traced.consts
