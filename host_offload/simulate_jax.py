@@ -439,25 +439,43 @@ def _layer_event(priority, residents, layer, need, t, capacity, *, forced, E, L,
     del L, most
     expert = jnp.arange(E, dtype=jnp.int32)
     key = _once(_retention_key(jnp, priority(jnp.full_like(expert, layer), expert, t), E))
-    mine, other = key[:, None], key[None, :]
-    earlier = expert[None, :] < expert[:, None]
-    before = _words((other > mine) | ((other == mine) & earlier))  # [E, W]
-    later = jnp.asarray(_pack(np.arange(E)[None, :] > np.arange(E)[:, None]))  # [E, W]
+    before = _before(key)
+    later = jnp.asarray(_pack(np.arange(E)[None, :] > np.arange(E)[:, None]).T)  # [W, E]
     needed = _bools(need, E)
+
+    def among(words, others):
+        """int32 [E]: how many of `words` [W] each column of `others` [W, E] holds."""
+        return _count(words[:, None] & others, axis=0)
 
     def decide(resident, capacity):
         hit, miss = need & resident, need & ~resident
         if forced:  # what is processed last stays: misses come after hits, each in ascending order
-            rank = _count(need) + _count((resident & ~need) & before)
-            last = jnp.where(_bools(miss, E), _count(miss & later), _count(miss) + _count(hit & later))
+            rank = _count(need) + among(resident & ~need, before)
+            last = jnp.where(_bools(miss, E), among(miss, later), _count(miss) + among(hit, later))
             rank = jnp.where(needed, last, rank)
         else:
-            rank = _count((resident | need) & before)
+            rank = among(resident | need, before)
         kept = _words(rank < capacity) & (resident | need)
         return kept, hit, _count(resident & ~kept)
 
     kept, hit, evictions = jax.vmap(decide)(_row(residents, layer, 1), capacity)
     return jax.lax.dynamic_update_index_in_dim(residents, kept, layer, 1), hit, evictions
+
+
+def _before(key):
+    """[W, E] words from `key` [E] int32: bit f of column e, if f stays rather than e.
+
+    32 operations on whole rows, which XLA turns into vector instructions; of a reduction over f it makes scalar ones.
+    """
+    E = key.shape[0]
+    expert, W = jnp.arange(E, dtype=jnp.int32), -(-E // 32)
+    other = jnp.pad(key, (0, W * 32 - E), constant_values=ABSENT_KEY).reshape(W, 32, 1)
+    first = jnp.arange(0, W * 32, 32, dtype=jnp.int32)[:, None]
+    words = jnp.zeros((W, E), jnp.uint32)
+    for bit in range(32):
+        # Ties stay with the lower expert: as integers, other >= mine is other > mine - 1. No key is the lowest int32.
+        words |= jnp.where(other[:, bit] > key - (first + bit < expert), jnp.uint32(1 << bit), jnp.uint32(0))
+    return words
 
 
 def _pool_event(priority, residents, layer, need, t, capacity, *, forced, E, L, most):
@@ -532,9 +550,9 @@ def _row(array, layer, axis=0):
     return jax.lax.dynamic_index_in_dim(array, layer, axis, keepdims=False)
 
 
-def _count(words):
-    """int32 [...]: bits set in [..., W] words."""
-    return jnp.sum(jax.lax.population_count(words), axis=-1, dtype=jnp.int32)
+def _count(words, axis=-1):
+    """int32 [...]: bits set in words, whose W words are along `axis`."""
+    return jnp.sum(jax.lax.population_count(words), axis=axis, dtype=jnp.int32)
 
 
 def _bools(words, E):
