@@ -1,7 +1,8 @@
 """The compiled back end of the simulator: many requests, capacities and variants of a policy side by side.
 
 With `reset="request"` requests do not touch each other, so they are dealt to P lanes that advance together; with
-`reset="never"` there is one lane. A loop over steps and layers serves one event of every lane at a time.
+`reset="never"` there is one lane. A loop over steps and layers serves one event of every lane at a time. The loop's
+operations are too small to be worth a second core, so if cores are left over each runs a part of the lanes.
 
 What a policy without `in_cache` prefers does not depend on what is cached: one ranking an event then serves all
 capacities. The ranking is kept as bit words (bit f of `before[e]`: f stays rather than e), and the experts that stay at
@@ -11,6 +12,7 @@ experts, L MoE layers, E experts.
 """
 
 import hashlib
+import heapq
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -44,17 +46,23 @@ def run_many(table, jobs, start=None):
 
     Jobs whose policies compute alike run in one program, and jobs that differ in nothing that matters only once.
     """
-    groups = {}
+    groups, keys = {}, {}
     for index, (policy, settings) in enumerate(jobs):
-        groups.setdefault(_fingerprint(policy, table, settings), []).append(index)
+        form = _form(policy, table, settings)
+        known = id(policy), str(form)
+        if known not in keys:
+            keys[known] = _fingerprint(policy, table, settings, form)
+        groups.setdefault(keys[known], []).append(index)
     results = [None] * len(jobs)
+    cores = os.cpu_count() or 1
 
     def work(item):
         key, members = item
-        for index, result in zip(members, _run_group(key, table, [jobs[i] for i in members], start), strict=True):
+        done = _run_group(key, table, [jobs[i] for i in members], start, max(1, cores // len(groups)))
+        for index, result in zip(members, done, strict=True):
             results[index] = result
 
-    with ThreadPoolExecutor(min(len(groups), os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(len(groups), cores)) as pool:
         list(pool.map(work, groups.items()))
     return results
 
@@ -62,7 +70,7 @@ def run_many(table, jobs, start=None):
 # ---------------------------------------------------------------------------------------------------- one group of jobs
 
 
-def _run_group(key, table, jobs, start):
+def _run_group(key, table, jobs, start, threads):
     policy, settings = jobs[0]
     L, E = table.L, table.E
     # Distinct policy states, and the capacities that each of them serves.
@@ -85,30 +93,15 @@ def _run_group(key, table, jobs, start):
     capacities = np.array([(u["capacities"] + u["capacities"][:1] * Q)[:Q] for u in units], np.int32)  # [U, Q, L]
     initial = jax.tree.map(lambda *leaves: np.stack(leaves), *(unit["state"] for unit in units))
 
-    lanes = _deal(table, settings)
-    P, n = lanes.shape
+    lanes = _deal(table, settings, threads)
     bits = _pack(np.zeros((L, E), bool) if start is None else start.resident)
-    shape = (P, len(units), Q)
-    carry = (
-        jax.tree.map(lambda leaf: np.broadcast_to(leaf, (P, *leaf.shape)), initial),
-        np.broadcast_to(bits, (*shape, *bits.shape)),
-        np.zeros((*shape, 2, L, LOOKUPS), np.int32),
-    )
     clock = _clock(table, settings, start)
-    program = _program(key, policy, settings)
-    sizes = {"E": E, "most": _most(table), "ragged": _ragged(table, settings)}
-    chunk = max(1, min(n, CHUNK_BYTES // (4 * P * L * E))) if policy.uses_scores or settings.events else max(n, 1)
-    width = 1 << (chunk - 1).bit_length()
-    logs = []
-    for low in range(0, n, chunk):
-        part = lanes[:, low : low + chunk]
-        xs = _inputs(table, policy, settings, clock, part, width)
-        carry, log = program(carry, initial, capacities, xs, np.int32(part.shape[1]), **sizes)
-        if settings.events:
-            logs.append(jax.tree.map(lambda a, part=part: np.asarray(a)[: part.shape[1]], log))
-    state, resident, counts = jax.tree.map(np.asarray, carry)
-    counts = counts.astype(np.int64).sum(axis=0)  # [U, Q, 2, L, 5]
-    logs = jax.tree.map(lambda *parts: np.concatenate(parts), *logs) if logs else None
+    program, steps = _program(key, policy, settings), _steps(table, settings, clock)
+    replay = partial(_replay, program, table, policy, settings, steps, initial, bits, capacities)
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        ends, logs = zip(*pool.map(replay, lanes), strict=True)
+    state, resident, _ = ends[0]  # with reset "never" there is one part
+    counts = sum(end[2].sum(axis=0, dtype=np.int64) for end in ends)  # [U, Q, 2, L, 5]
 
     lookups = np.bincount(table.phase, table.rows * table.K, minlength=2).astype(np.int64)
     results = []
@@ -119,49 +112,97 @@ def _run_group(key, table, jobs, start):
         end = None
         if own.reset == "never":
             left = _unpack(resident[0, u, q], E)
-            last = int(clock[-1]) if n else (-1 if start is None else start.step)
+            last = int(clock[-1]) if table.S else (-1 if start is None else start.step)
             end = CacheState(left, jax.tree.map(lambda leaf, u=u: leaf[0, u].copy(), state), last)
         events = _events(table, lanes, logs, u, q) if own.events else None
         results.append(_result(table, member, own, counters, events, end))
     return results
 
 
-def _deal(table, settings):
-    """[P, n] int64 step numbers of every lane, -1 beyond its end: requests are dealt longest first, to even out."""
+def _replay(program, table, policy, settings, steps, initial, bits, capacities, lanes):
+    """Replays one part, `lanes` [P, n]: (the loop's carry at its end; the record, [n, P, U, Q, L, ...] each, or None).
+
+    steps: see `_steps`. initial: states [U, ...]. bits: residents at the start [L, W]. capacities: [U, Q, L].
+    """
+    P, n = lanes.shape
+    shape = (P, *capacities.shape[:2])
+    carry = (
+        jax.tree.map(lambda leaf: np.broadcast_to(leaf, (P, *leaf.shape)), initial),
+        np.broadcast_to(bits, (*shape, *bits.shape)),
+        np.zeros((*shape, 2, table.L, LOOKUPS), np.int32),
+    )
+    sizes = {"E": table.E, "most": _most(table), "ragged": _ragged(table, settings)}
+    long = policy.uses_scores or settings.events
+    chunk = max(1, min(n, CHUNK_BYTES // (4 * P * table.L * table.E))) if long else max(n, 1)
+    width = 1 << (chunk - 1).bit_length()
+    logs = []
+    for low in range(0, n, chunk):
+        part = lanes[:, low : low + chunk]
+        xs = _inputs(table, policy, steps, part, width)
+        carry, log = program(carry, initial, capacities, xs, np.int32(part.shape[1]), **sizes)
+        if settings.events:
+            logs.append(jax.tree.map(lambda a, part=part: np.asarray(a)[: part.shape[1]], log))
+    logs = jax.tree.map(lambda *parts: np.concatenate(parts), *logs) if logs else None
+    return jax.tree.map(np.asarray, carry), logs
+
+
+def _deal(table, settings, parts):
+    """[B, P, n] int64 step numbers of P lanes in each of at most `parts` parts, -1 beyond a lane's end."""
     S = table.S
     if settings.reset == "never" or S == 0:
-        return np.arange(S)[None]
+        return np.arange(S)[None, None]
     first = np.flatnonzero(table.start)
     length = np.diff(np.append(first, S))
-    most = min(-(-S // length.max()), MAX_LANES)
-    lanes = [[] for _ in range(1 << (int(most).bit_length() - 1))]  # powers of two, for few compilations
-    load = np.zeros(len(lanes), np.int64)
-    for request in np.argsort(-length, kind="stable"):
-        lane = int(load.argmin())
-        lanes[lane].append(np.arange(first[request], first[request] + length[request]))
-        load[lane] += length[request]
-    out = np.full((len(lanes), load.max()), -1)
-    for lane, parts in enumerate(lanes):
-        steps = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    most = min(-(-S // int(length.max())), MAX_LANES)
+    parts = min(parts, most)
+    widths = [1 << k for k in range((most // parts).bit_length())]  # powers of two, for few compilations
+    dealt = [_hands(length, parts * width) for width in widths]
+    # A step takes its time for each lane, ended ones included, and about two lanes' time for itself.
+    lanes = min(dealt, key=lambda hands: _longest(length, hands) * (len(hands) // parts + 2))
+    out = np.full((len(lanes), _longest(length, lanes)), -1)
+    for lane, requests in enumerate(lanes):
+        steps = [np.arange(first[request], first[request] + length[request]) for request in requests]
+        steps = np.concatenate(steps) if steps else np.zeros(0, np.int64)
         out[lane, : len(steps)] = steps
-    return out
+    return out.reshape(parts, -1, out.shape[1])
 
 
-def _inputs(table, policy, settings, clock, part, width):
-    """What the loop reads of steps `part` [P, n], step major and padded to `width`; -1 is a step that needs nothing."""
+def _hands(length, lanes):
+    """The requests of each lane, lists of indices into `length`: longest first, to the lane of fewest steps so far."""
+    hands, load = [[] for _ in range(lanes)], [(0, lane) for lane in range(lanes)]
+    for request in np.argsort(-length, kind="stable").tolist():
+        steps, lane = load[0]
+        hands[lane].append(request)
+        heapq.heapreplace(load, (steps + int(length[request]), lane))
+    return hands
+
+
+def _longest(length, hands):
+    """The steps of the longest lane."""
+    return max(int(length[requests].sum()) for requests in hands)
+
+
+def _steps(table, settings, clock):
+    """What the loop reads of every step beside scores, by name: [S] or [S, L, ...]."""
+    need = [_pack(table.need(s, min(s + 1024, table.S))) for s in range(0, table.S, 1024)]
+    W = -(-table.E // 32)
+    out = {
+        "start": table.start,
+        "phase": table.phase.astype(np.int32),
+        "step": clock.astype(np.int32),
+        "need": np.concatenate(need) if need else np.zeros((0, table.L, W), np.uint32),
+    }
+    return {**out, "order": _orders(table)} if settings.contract == "sequential" else out
+
+
+def _inputs(table, policy, steps, part, width):
+    """`steps` and the scores of steps `part` [P, n], step major, padded to `width`; a step of -1 needs nothing."""
     P, n = part.shape
-    steps, live = np.maximum(part.T, 0), part.T >= 0  # [n, P]
-
-    def lay(values, fill=0):
-        out = np.full((width, P, *values.shape[1:]), fill, values.dtype)
-        out[:n][live] = values[steps[live]]
-        return out
-
-    xs = {"start": lay(table.start), "phase": lay(table.phase.astype(np.int32)), "step": lay(clock.astype(np.int32))}
-    need = np.concatenate([_pack(table.need(s, min(s + 1024, table.S))) for s in range(0, table.S, 1024)])
-    xs["need"] = lay(need)
-    if settings.contract == "sequential":
-        xs["order"] = lay(_orders(table), -1)
+    at, live = np.maximum(part.T, 0), part.T >= 0  # [n, P]
+    xs = {}
+    for name, values in steps.items():
+        xs[name] = np.full((width, P, *values.shape[1:]), -1 if name == "order" else 0, values.dtype)
+        xs[name][:n][live] = values[at[live]]
     if policy.uses_scores:
         scores = np.zeros((width, P, table.L, table.E), np.float32)
         for lane in range(P):  # consecutive steps of a lane are read in one go
@@ -214,12 +255,12 @@ def _events(table, lanes, logs, u, q):
     log = _empty_log(table)
     log.need[:] = table.need(0, table.S).reshape(-1, table.E)
     shape = (table.S, table.L)
-    lane, at = np.nonzero(lanes >= 0)
-    steps = lanes[lane, at]
-    for name, E in (("hit", table.E), ("admit", table.E), ("evictions", None)):
-        values = np.asarray(logs[name])[at, lane, u, q]  # [S, L, ...]
-        values = values if E is None else _unpack(values, E)
-        getattr(log, name).reshape(*shape, *values.shape[2:])[steps] = values
+    for part, record in zip(lanes, logs, strict=True):
+        lane, at = np.nonzero(part >= 0)
+        for name, E in (("hit", table.E), ("admit", table.E), ("evictions", None)):
+            values = record[name][at, lane, u, q]  # [steps, L, ...]
+            values = values if E is None else _unpack(values, E)
+            getattr(log, name).reshape(*shape, *values.shape[2:])[part[lane, at]] = values
     return log
 
 
@@ -234,17 +275,20 @@ def _digest(state):
     return hashed.digest()
 
 
-def _fingerprint(policy, table, settings):
+def _form(policy, table, settings):
+    """The shapes and dtypes of the policy's state: a tree of `jax.ShapeDtypeStruct`."""
+    capacities, pool = settings.capacities, settings.scope == "global"
+    state = fresh_state(policy, np, table.L, table.E, settings.seed, capacities, pool)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype), state)
+
+
+def _fingerprint(policy, table, settings, form):
     """What decides the compiled program: the text of the policy's functions, with the constants they hold.
 
     Policies that differ only in the state they start from (a table, a seed) have the same text, so they share a program
     and run side by side; a new instance of a known policy does not compile again.
     """
     L, E = table.L, table.E
-    state = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype),
-        fresh_state(policy, np, L, E, settings.seed, settings.capacities, settings.scope == "global"),
-    )
     integer = jax.ShapeDtypeStruct((), np.int32)
 
     def functions(state, layer, need, scores, t, pairs, resident):
@@ -253,7 +297,7 @@ def _fingerprint(policy, table, settings):
         return out, policy.commit(jnp, seen, layer, resident, t) if policy.in_cache else seen
 
     shapes = [((E,), bool), ((E,), np.float32), ((), np.int32), ((E,), np.int32), ((L, E), bool)]
-    traced = jax.make_jaxpr(functions)(state, integer, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    traced = jax.make_jaxpr(functions)(form, integer, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     text = f"{traced.jaxpr}|{policy.in_cache}|{policy.uses_scores}|{settings.scope}|{settings.contract}"
     return hashlib.sha256(f"{text}|{settings.reset}|{settings.events}|{L},{E}".encode()).digest() + _digest(
         traced.consts
@@ -395,25 +439,43 @@ def _layer_event(priority, residents, layer, need, t, capacity, *, forced, E, L,
     del L, most
     expert = jnp.arange(E, dtype=jnp.int32)
     key = _once(_retention_key(jnp, priority(jnp.full_like(expert, layer), expert, t), E))
-    mine, other = key[:, None], key[None, :]
-    earlier = expert[None, :] < expert[:, None]
-    before = _words((other > mine) | ((other == mine) & earlier))  # [E, W]
-    later = jnp.asarray(_pack(np.arange(E)[None, :] > np.arange(E)[:, None]))  # [E, W]
+    before = _before(key)
+    later = jnp.asarray(_pack(np.arange(E)[None, :] > np.arange(E)[:, None]).T)  # [W, E]
     needed = _bools(need, E)
+
+    def among(words, others):
+        """int32 [E]: how many of `words` [W] each column of `others` [W, E] holds."""
+        return _count(words[:, None] & others, axis=0)
 
     def decide(resident, capacity):
         hit, miss = need & resident, need & ~resident
         if forced:  # what is processed last stays: misses come after hits, each in ascending order
-            rank = _count(need) + _count((resident & ~need) & before)
-            last = jnp.where(_bools(miss, E), _count(miss & later), _count(miss) + _count(hit & later))
+            rank = _count(need) + among(resident & ~need, before)
+            last = jnp.where(_bools(miss, E), among(miss, later), _count(miss) + among(hit, later))
             rank = jnp.where(needed, last, rank)
         else:
-            rank = _count((resident | need) & before)
+            rank = among(resident | need, before)
         kept = _words(rank < capacity) & (resident | need)
         return kept, hit, _count(resident & ~kept)
 
     kept, hit, evictions = jax.vmap(decide)(_row(residents, layer, 1), capacity)
     return jax.lax.dynamic_update_index_in_dim(residents, kept, layer, 1), hit, evictions
+
+
+def _before(key):
+    """[W, E] words from `key` [E] int32: bit f of column e, if f stays rather than e.
+
+    32 operations on whole rows, which XLA turns into vector instructions; of a reduction over f it makes scalar ones.
+    """
+    E = key.shape[0]
+    expert, W = jnp.arange(E, dtype=jnp.int32), -(-E // 32)
+    other = jnp.pad(key, (0, W * 32 - E), constant_values=ABSENT_KEY).reshape(W, 32, 1)
+    first = jnp.arange(0, W * 32, 32, dtype=jnp.int32)[:, None]
+    words = jnp.zeros((W, E), jnp.uint32)
+    for bit in range(32):
+        # Ties stay with the lower expert: as integers, other >= mine is other > mine - 1. No key is the lowest int32.
+        words |= jnp.where(other[:, bit] > key - (first + bit < expert), jnp.uint32(1 << bit), jnp.uint32(0))
+    return words
 
 
 def _pool_event(priority, residents, layer, need, t, capacity, *, forced, E, L, most):
@@ -488,9 +550,9 @@ def _row(array, layer, axis=0):
     return jax.lax.dynamic_index_in_dim(array, layer, axis, keepdims=False)
 
 
-def _count(words):
-    """int32 [...]: bits set in [..., W] words."""
-    return jnp.sum(jax.lax.population_count(words), axis=-1, dtype=jnp.int32)
+def _count(words, axis=-1):
+    """int32 [...]: bits set in words, whose W words are along `axis`."""
+    return jnp.sum(jax.lax.population_count(words), axis=axis, dtype=jnp.int32)
 
 
 def _bools(words, E):
