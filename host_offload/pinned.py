@@ -139,7 +139,7 @@ class RegisteredMemory(PinnedMemory):
 
     def __init__(self, nbytes):
         super().__init__(nbytes)
-        free = free_host_bytes()
+        free = available_bytes()
         if nbytes > free:
             raise HostMemoryError(
                 f"host memory: expert rows take {nbytes / 1e9:.1f} GB of pinned memory, and {free / 1e9:.1f} GB are "
@@ -221,7 +221,7 @@ def adopt(array: np.ndarray):
     return adopted
 
 
-def free_host_bytes() -> float:
+def available_bytes() -> float:
     """Bytes that new pages may take: what the system calls available, and what the process's group has left; inf if
     neither tells."""
     free = math.inf

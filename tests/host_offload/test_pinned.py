@@ -52,7 +52,7 @@ def test_registered_arrays_are_zeros_of_their_kind_where_the_memory_is(played):
 
 
 def test_more_than_is_free_is_refused_before_any_page_is_touched(played, monkeypatch):
-    monkeypatch.setattr(pinned, "free_host_bytes", lambda: 5e9)
+    monkeypatch.setattr(pinned, "available_bytes", lambda: 5e9)
     with pytest.raises(HostMemoryError, match=r"take 6.0 GB of pinned memory, and 5.0 GB are free"):
         open_pinned(6_000_000_000, "registered")
     assert not played.registered
@@ -112,15 +112,15 @@ def test_free_memory_is_the_least_of_the_systems_and_the_groups(tmp_path, monkey
         "/sys/fs/cgroup/memory.stat": ["anon 7", "inactive_file 2000"],
     }
     monkeypatch.setattr(pinned, "_lines", lambda path: files.get(path, []))
-    assert pinned.free_host_bytes() == 12000
+    assert pinned.available_bytes() == 12000
     files["/sys/fs/cgroup/memory.max"] = ["max"]
-    assert pinned.free_host_bytes() == 50 * 1024
+    assert pinned.available_bytes() == 50 * 1024
     files.clear()
-    assert pinned.free_host_bytes() == float("inf")
+    assert pinned.available_bytes() == float("inf")
 
 
 def test_free_memory_of_this_machine_is_known():
-    assert 0 < pinned.free_host_bytes() < 1e16 or not sys.platform.startswith("linux")
+    assert 0 < pinned.available_bytes() < 1e16 or not sys.platform.startswith("linux")
 
 
 @pytest.mark.parametrize("huge", [False, True])
