@@ -27,6 +27,7 @@ from typer import Option
 
 from host_offload.pinned import ALLOCATED, WAYS
 from moe_jax import MoE, OffloadConfig
+from moe_jax.config import DENSE_WEIGHTS
 from moe_jax.errors import MoEJaxError
 from moe_jax.floors import find_ceilings
 
@@ -121,12 +122,13 @@ def shown(row: dict) -> list[str]:
     return ["-" if row.get(key) is None else format(row[key], style) for key, style in COLUMNS.values()]
 
 
-def bench(
-    directory: Path, transports, shares, tokens, context, repeats, decode_chunk, pinned, ceilings, source
-) -> dict:
-    """Everything measured of one checkpoint: `load`, and `rows` whose "equal" says whether the tokens are right."""
+def bench(directory: Path, transports, shares, tokens, context, repeats, decode_chunk, held, ceilings, source) -> dict:
+    """Everything measured of one checkpoint: `load`, and `rows` whose "equal" says whether the tokens are right.
+
+    held: configuration of how pool and dense weights are held.
+    """
     settings = OffloadConfig(
-        pinned_memory=pinned,
+        **held,
         transport=transports[0],
         cache_rate=max(shares),
         decode_chunk=decode_chunk,
@@ -175,6 +177,7 @@ def main(
     repeats: Annotated[int, Option(min=1, help="timed runs of each setting; the median is reported")] = 3,
     decode_chunk: Annotated[int, Option(min=1, help="decode steps a jit call")] = 32,
     pinned_memory: Annotated[str, Option(help=f"how the pool is had: {' or '.join(WAYS)}")] = ALLOCATED,
+    dense_weights: Annotated[str, Option(help=f"of a quantised checkpoint: {' or '.join(DENSE_WEIGHTS)}")] = "decoded",
     link_gbps: Annotated[float | None, Option(help="link ceiling; default: measured")] = None,
     hbm_gbps: Annotated[float | None, Option(help="memory ceiling; default: measured")] = None,
     out: Annotated[Path | None, Option(help="write the figures as JSON")] = None,
@@ -186,6 +189,8 @@ def main(
         context = 16 if dry else 64  # tiny configurations have 128 positions
     if pinned_memory not in WAYS:
         raise typer.BadParameter(f"--pinned-memory {pinned_memory}: must be {' or '.join(WAYS)}")
+    if dense_weights not in DENSE_WEIGHTS:
+        raise typer.BadParameter(f"--dense-weights {dense_weights}: must be {' or '.join(DENSE_WEIGHTS)}")
     wanted = transports.split(",")
     if unknown := sorted(set(wanted) - {"device", "callback"}):
         raise typer.BadParameter(f"--transports: {', '.join(unknown)} must be device or callback")
@@ -213,7 +218,7 @@ def main(
             context,
             repeats,
             decode_chunk,
-            pinned_memory,
+            {"pinned_memory": pinned_memory, "dense_weights": dense_weights},
             ceilings,
             source_of(directory, make is not None),
         )

@@ -32,7 +32,7 @@ from moe_jax.checkpoint.described import described_experts, described_rows
 from moe_jax.checkpoint.prepared import is_prepared
 from moe_jax.checkpoint.reader import read_config
 from moe_jax.config import parse_bytes, real
-from moe_jax.engine.loading import compute_dtype, device_bytes, map_experts, read_model_config
+from moe_jax.engine.loading import compute_dtype, device_bytes, find_packed, map_experts, read_model_config
 from moe_jax.errors import CheckpointError, ConfigError, MoEJaxError
 from moe_jax.floors import Ceilings, decode_floor, dense_bytes_read, kv_tokens_read
 from moe_jax.models.config import ModelConfig, text_settings
@@ -104,10 +104,10 @@ def _from_files(directory: Path, config: OffloadConfig) -> Model:
     with open_checkpoint(directory) as files:
         cfg, dtype = read_model_config(files), compute_dtype(config, files)
         try:
-            experts, store, _ = map_experts(files, cfg, dtype)
+            experts, store, weights = map_experts(files, cfg, dtype)
         except StoreError as error:
             raise CheckpointError(str(error)) from error
-        dense = params_bytes(abstract_params(cfg, dtype)[1])
+        dense = params_bytes(abstract_params(cfg, dtype, find_packed(config, files, cfg, weights))[1])
     weights = directory.rglob("*") if is_prepared(directory) else directory.glob("*.safetensors")
     nbytes = sum(path.stat().st_size for path in weights if path.is_file())
     return Model(directory.resolve().name, "the checkpoint", cfg, dtype, store.spec, experts, dense, nbytes, True)

@@ -26,6 +26,7 @@ TRANSPORTS = ("auto", "device", "callback", "resident")
 SCOPES = ("layer", "global")
 CONTRACTS = ("atomic-bypass", "atomic-forced-admit")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DENSE_WEIGHTS = ("decoded", "packed")
 CACHE_SIZE_KEYS = ("expert_slots", "cache_rate", "expert_cache_bytes")
 # Keys that only mean something beside `prefetch`, and what they are without.
 _PREFETCH_KEYS = (("prefetch_budget", "auto"), ("prefetch_shutoff", True), ("warm_start", None))
@@ -144,6 +145,8 @@ class OffloadConfig:
         scope: "layer" (each MoE layer has its own slots) or "global" (one pool).
         contract: what an event may leave in the cache, see docs/architecture.md.
         dtype: compute dtype; "auto" is the checkpoint's.
+        dense_weights: of a quantised checkpoint: "decoded" to the compute dtype when it is loaded, or "packed", held as
+            the files have them and decoded in every product, which takes a half (FP8) to a quarter of the memory.
         seed: default seed of sampling and of random policies, 0 to 2^32 - 1.
         prefill_chunk: prompt tokens a prefill step; None chooses by hardware.
         lookahead_rows: expert rows of the next layer that a long prompt moves before its router has run; None: 128 MiB
@@ -178,6 +181,7 @@ class OffloadConfig:
     scope: str = "layer"
     contract: str = "atomic-bypass"
     dtype: str = "auto"
+    dense_weights: str = "decoded"
     seed: int = 0
     prefill_chunk: int | None = None
     lookahead_rows: int | None = None
@@ -210,6 +214,7 @@ class OffloadConfig:
         _choice("scope", self.scope, SCOPES)
         _choice("contract", self.contract, CONTRACTS)
         _choice("dtype", self.dtype, DTYPES)
+        _choice("dense_weights", self.dense_weights, DENSE_WEIGHTS)
         self._set("seed", integer("seed", self.seed, 0, 2**32 - 1))
         for key in ("decode_chunk", "max_batch"):
             self._set(key, integer(key, getattr(self, key), 1))

@@ -2,7 +2,13 @@
 
 from moe_jax.checkpoint.bin_convert import convert_bin
 from moe_jax.checkpoint.hub import resolve
-from moe_jax.checkpoint.loading import conversions, load_params, load_prepared_params
+from moe_jax.checkpoint.loading import (
+    PackedMatrix,
+    conversions,
+    load_params,
+    load_prepared_params,
+    packed_matrices,
+)
 from moe_jax.checkpoint.logical import LogicalTensor
 from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule, WeightMap, map_checkpoint
 from moe_jax.checkpoint.prepared import PreparedCheckpoint, open_checkpoint
@@ -14,6 +20,7 @@ __all__ = [
     "ExpertRule",
     "Ignore",
     "LogicalTensor",
+    "PackedMatrix",
     "PreparedCheckpoint",
     "Quantization",
     "Rule",
@@ -25,5 +32,6 @@ __all__ = [
     "load_prepared_params",
     "map_checkpoint",
     "open_checkpoint",
+    "packed_matrices",
     "resolve",
 ]

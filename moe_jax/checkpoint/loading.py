@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,19 +18,58 @@ from moe_jax.checkpoint.mapping import WeightMap
 from moe_jax.checkpoint.prepared import PreparedCheckpoint
 from moe_jax.checkpoint.progress import byte_bar
 from moe_jax.checkpoint.reader import Checkpoint, listed, raise_problems
-from pallas_kernels.formats import Dense, Format
+from pallas_kernels.dequant_gemm import without_kernel
+from pallas_kernels.formats import FP8, Dense, Format
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class PackedMatrix:
+    """How a dense weight is held that stays as the files have it. tensors: suffix -> (shape, dtype) of each part."""
+
+    form: Format
+    tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+
+def packed_matrices(checkpoint: Checkpoint, weight_map: WeightMap, paths: Iterable[str]) -> dict[str, PackedMatrix]:
+    """Those parameters of `paths` that `dequant_gemm` multiplies with as the files hold them.
+
+    The others are decoded: weights whose tensors have several formats, of a format without a kernel, and stacked FP8
+    matrices of which one but the last ends within a block.
+    """
+    found = {}
+    for path in paths:
+        tensors = weight_map.params[path]
+        form = tensors[0].format
+        same = all(tensor.format == form for tensor in tensors)
+        if not same or isinstance(form, Dense) or without_kernel(form) or getattr(form, "order", False):
+            continue
+        if isinstance(form, FP8) and any(tensor.shape[0] % form.block for tensor in tensors[:-1]):
+            continue
+        of = {suffix: {t.parts[suffix].form(checkpoint)[1] for t in tensors} for suffix in form.suffixes}
+        if all(len(dtypes) == 1 for dtypes in of.values()):
+            outs = sum(tensor.shape[0] for tensor in tensors)
+            shapes = form.row_tensors((outs,), tensors[0].shape[1])
+            parts = {suffix: (shape, dtype or of[suffix].pop()) for suffix, (shape, dtype) in shapes.items()}
+            found[path] = PackedMatrix(form, parts)
+    return found
+
+
 def load_params(
-    checkpoint: Checkpoint, weight_map: WeightMap, abstract: Mapping[str, Any], *, progress: bool | None = None
+    checkpoint: Checkpoint,
+    weight_map: WeightMap,
+    abstract: Mapping[str, Any],
+    *,
+    packed: Mapping[str, PackedMatrix] | None = None,
+    progress: bool | None = None,
 ) -> dict[str, Any]:
     """Reads all dense parameters onto the default device.
 
     Args:
         abstract: nested dict whose leaves have `.shape` and `.dtype` (`jax.ShapeDtypeStruct`); the keys joined by dots
             are the paths of `weight_map.params`. Each leaf's dtype is what the parameter is cast to.
+        packed: parameters that stay as they are, whose parts `abstract` has (`registry.abstract_params`).
         progress: shows a bar of bytes on stderr; None: only when stderr is a terminal.
 
     Returns a nested dict like `abstract` of jax arrays. On its way to the device a parameter is copied on the host at
@@ -38,10 +78,13 @@ def load_params(
     Raises `CheckpointError` when `abstract` and `weight_map` do not have the same parameters and shapes, or when an
     integer tensor would be cast to a floating parameter or the other way round.
     """
-    leaves = dict(_leaves(abstract))
-    _check(checkpoint, weight_map, leaves)
+    packed = packed or {}
+    parts = {path + suffix for path, matrix in packed.items() for suffix in matrix.tensors}
+    leaves = {path: leaf for path, leaf in _leaves(abstract) if path not in parts}
+    _check(checkpoint, weight_map, leaves, packed)
     arrays: dict[str, jax.Array] = {}
-    files = {path: [file for tensor in weight_map.params[path] for file in tensor.files] for path in leaves}
+    paths = [*leaves, *packed]
+    files = {path: [file for tensor in weight_map.params[path] for file in tensor.files] for path in paths}
     size = {path: sum(checkpoint.info(file).nbytes for file in names) for path, names in files.items()}
     with byte_bar("dense weights", sum(size.values()), progress) as advance:
         for path, leaf in leaves.items():
@@ -49,8 +92,13 @@ def load_params(
             loaded = load_parameter(checkpoint, weight_map.params[path], np.dtype(leaf.dtype))
             arrays[path] = jax.block_until_ready(loaded)
             advance(size[path])
-    for conversion, count in conversions(weight_map, abstract).items():
-        logger.info("dense weights: %s (%d of %d parameters)", conversion, count, len(leaves))
+        for path, matrix in packed.items():
+            for suffix, (_, dtype) in matrix.tensors.items():
+                views = [tensor.parts[suffix].array(checkpoint) for tensor in weight_map.params[path]]
+                arrays[path + suffix] = jax.block_until_ready(_to_device(views, dtype))
+            advance(size[path])
+    for conversion, count in conversions(weight_map, abstract, packed).items():
+        logger.info("dense weights: %s (%d of %d parameters)", conversion, count, len(paths))
     return _nest(abstract, arrays)
 
 
@@ -69,13 +117,19 @@ def load_prepared_params(
         return _nest(abstract, checkpoint.load_params(put))
 
 
-def conversions(weight_map: WeightMap, abstract: Mapping[str, Any]) -> dict[str, int]:
-    """How many parameters are decoded while they are loaded, by what is done, such as "fp8 -> bfloat16"."""
-    found = Counter()
+def conversions(
+    weight_map: WeightMap, abstract: Mapping[str, Any], packed: Mapping[str, PackedMatrix] | None = None
+) -> dict[str, int]:
+    """How many parameters are decoded while they are loaded or stay packed, by what is done, such as "fp8 -> bfloat16"
+    or "fp8 as stored"."""
+    found = Counter(f"{matrix.form.name} as stored" for matrix in (packed or {}).values())
+    parts = {path + suffix for path, matrix in (packed or {}).items() for suffix in matrix.tensors}
     for path, leaf in _leaves(abstract):
-        packed = sorted({t.format.name for t in weight_map.params[path] if not isinstance(t.format, Dense)})
-        if packed:
-            found[f"{', '.join(packed)} -> {np.dtype(leaf.dtype)}"] += 1
+        if path in parts:
+            continue
+        formats = sorted({t.format.name for t in weight_map.params[path] if not isinstance(t.format, Dense)})
+        if formats:
+            found[f"{', '.join(formats)} -> {np.dtype(leaf.dtype)}"] += 1
     return dict(found)
 
 
@@ -110,11 +164,11 @@ def _to_device(views: list[np.ndarray], dtype: np.dtype) -> jax.Array:
     return jax.device_put(whole)
 
 
-def _check(checkpoint: Checkpoint, weight_map: WeightMap, leaves: Mapping[str, Any]) -> None:
+def _check(checkpoint: Checkpoint, weight_map: WeightMap, leaves: Mapping[str, Any], packed: Iterable[str]) -> None:
     problems = []
     if unknown := sorted(set(leaves) - set(weight_map.params)):
         problems.append(f"the weight map lacks these parameters of the model: {listed(unknown)}")
-    if unused := sorted(set(weight_map.params) - set(leaves)):
+    if unused := sorted(set(weight_map.params) - set(leaves) - set(packed)):
         problems.append(f"the weight map fills parameters that the model does not have: {listed(unused)}")
     for path in sorted(leaves.keys() & weight_map.params.keys()):
         wanted = np.dtype(leaves[path].dtype)

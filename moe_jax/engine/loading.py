@@ -22,6 +22,7 @@ from host_offload.transport import TRANSPORTS
 from host_offload.transport.prefetching import PrefetchTransport
 from moe_jax.checkpoint import (
     Checkpoint,
+    PackedMatrix,
     PreparedCheckpoint,
     Quantization,
     WeightMap,
@@ -29,12 +30,13 @@ from moe_jax.checkpoint import (
     load_params,
     load_prepared_params,
     map_checkpoint,
+    packed_matrices,
 )
 from moe_jax.config import OffloadConfig
 from moe_jax.engine.engine import Engine
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.models.config import text_settings
-from moe_jax.models.registry import abstract_params, family_for, targets
+from moe_jax.models.registry import abstract_params, family_for, packable, targets
 from moe_jax.planner import MemoryPlan, max_pairs, params_bytes, plan_memory, prefetch_rows, slot_budget
 from moe_jax.runtime import host_memory_bytes
 from pallas_kernels.expert_ffn import ExpertSpec
@@ -50,7 +52,7 @@ class Parts:
     """What the engine is built from; `MoE` keeps it to rebuild the cache. `store` is None once the pool is filled.
 
     experts: what an expert computes, with the formats of its rows. conversions: how many dense parameters were decoded
-    while they were loaded, by what was done ("fp8 -> bfloat16").
+    while they were loaded or stayed packed, by what was done ("fp8 -> bfloat16", "fp8 as stored").
     """
 
     cfg: object
@@ -136,6 +138,23 @@ def map_experts(
     return weights.experts, ExpertStore.from_checkpoint(checkpoint, weights, dtype), weights
 
 
+def find_packed(
+    config: OffloadConfig, checkpoint: Checkpoint | PreparedCheckpoint, cfg, weights: WeightMap | None
+) -> dict[str, PackedMatrix]:
+    """The dense weights that stay packed, as `config.dense_weights` says; weights: None of a prepared checkpoint.
+
+    Raises ConfigError where that cannot be: a prepared checkpoint's are decoded already.
+    """
+    if config.dense_weights == "decoded":
+        return {}
+    if weights is None:
+        raise ConfigError(
+            "dense_weights='packed': a prepared checkpoint holds decoded dense weights; load the checkpoint that it "
+            "was converted from, or leave dense_weights out"
+        )
+    return packed_matrices(checkpoint, weights, packable(cfg))
+
+
 def read_parts(checkpoint: Checkpoint | PreparedCheckpoint, config: OffloadConfig, progress: bool | None) -> Parts:
     """Config, dense parameters and the source of expert rows of an open checkpoint.
 
@@ -144,9 +163,10 @@ def read_parts(checkpoint: Checkpoint | PreparedCheckpoint, config: OffloadConfi
     cfg = read_model_config(checkpoint)
     check_prefetch(config, cfg)
     dtype = compute_dtype(config, checkpoint)
-    graphdef, abstract = abstract_params(cfg, dtype)
     try:
         experts, store, weights = map_experts(checkpoint, cfg, dtype)
+        packed = find_packed(config, checkpoint, cfg, weights)
+        graphdef, abstract = abstract_params(cfg, dtype, packed)
         plan_parts(cfg, dtype, config, store.spec, abstract)
         if config.offload_path:
             store = PackedRows.open_or_build(config.offload_path, store, progress=progress)
@@ -159,8 +179,8 @@ def read_parts(checkpoint: Checkpoint | PreparedCheckpoint, config: OffloadConfi
     if weights is None:
         params, decoded = load_prepared_params(checkpoint, abstract, progress=progress), {}
     else:
-        params = load_params(checkpoint, weights, abstract, progress=progress)
-        decoded = conversions(weights, abstract)
+        params = load_params(checkpoint, weights, abstract, packed=packed, progress=progress)
+        decoded = conversions(weights, abstract, packed)
     return Parts(cfg, dtype, graphdef, params, store.spec, store, experts, decoded)
 
 

@@ -160,7 +160,9 @@ class CompressedAttention(nnx.Module):
         self.q_up = Linear(q_rank, num_heads * head_dim, dtype, std=std, rngs=rngs)
         self.kv_norm = Float32RMSNorm(head_dim, dtype, eps=eps)
         self.sinks = nnx.Param(jnp.zeros((num_heads,), jnp.float32))
-        self.out_down = Linear(num_heads * head_dim // groups, groups * out_rank, dtype, std=std, rngs=rngs)
+        self.out_down = Linear(
+            num_heads * head_dim // groups, groups * out_rank, dtype, packs=False, std=std, rngs=rngs
+        )
         self.out = Linear(groups * out_rank, features, dtype, std=std, rngs=rngs)
         compressor = indexer = None
         if compression is not None:

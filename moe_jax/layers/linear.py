@@ -1,6 +1,7 @@
-"""Matrix product with a weight in file orientation, and the token embedding."""
+"""Matrix product with a weight in file orientation, plain or packed, and the token embedding."""
 
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ from jax import Array, lax
 
 from moe_jax.layers.norm import Normed, value_of
 from pallas_kernels import _compat, kernels_run_compiled
+from pallas_kernels.dequant_gemm import dequant_gemm
+from pallas_kernels.formats import Format
 from pallas_kernels.row_linear import row_linear
 
 
@@ -39,12 +42,29 @@ def row_implementation(rows: int) -> str:
 
 
 class Linear(nnx.Module):
-    """y = x @ W.T (+ b), W [out, in], b [out] only with `bias`; the result has x's dtype."""
+    """y = x @ W.T (+ b), W [out, in], b [out] only with `bias`; the result has x's dtype.
 
-    def __init__(self, features_in: int, features_out: int, dtype, *, bias: bool = False, std: float, rngs: nnx.Rngs):
+    `packs` False: other modules read `weight` itself, so that it is never `pack`ed.
+    """
+
+    def __init__(
+        self, features_in: int, features_out: int, dtype, *, bias=False, packs=True, std: float, rngs: nnx.Rngs
+    ):  # fmt: skip
         shape = (features_out, features_in)
         self.weight = nnx.Param(nnx.initializers.normal(std)(rngs.params(), shape, dtype))
         self.bias = nnx.Param(jnp.zeros((features_out,), dtype)) if bias else None
+        self.packs, self.form = packs, None
+
+    def pack(self, form: Format, parts: Mapping[str, Array]):
+        """From now on W is held as it is stored: `parts`, {suffix: array} of `form`, as `weight` and `weight<suffix>`.
+
+        Raises ValueError where `packs` is False.
+        """
+        if not self.packs:
+            raise ValueError(f"a weight that others read as a matrix cannot be held as {form.name}")
+        self.form = form
+        for suffix, part in parts.items():
+            setattr(self, f"weight{suffix}", nnx.Param(part))
 
     def __call__(self, x: Array | Normed, *, residual: Array | None = None) -> Array:
         """x [..., in] -> [..., out], added to `residual` [..., out] if there is one.
@@ -54,14 +74,28 @@ class Linear(nnx.Module):
         if (y := self._one_row(x, residual)) is not None:
             return y
         x = value_of(x)
+        if self.form is not None:
+            y = self._packed(x)
+            return y if residual is None else residual + y
         y = project(x, self.weight[...])
         y = (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
         return y if residual is None else residual + y
 
+    def _packed(self, x: Array) -> Array:
+        """As `__call__` with W packed: [..., out]."""
+        y = dequant_gemm(
+            x.reshape(-1, x.shape[-1]),
+            {suffix: getattr(self, f"weight{suffix}")[...] for suffix in self.form.suffixes},
+            self.form,
+            bias=None if self.bias is None else self.bias[...],
+            implementation=_compat.default_implementation(),
+        )
+        return y.reshape(*x.shape[:-1], -1)
+
     def _one_row(self, x: Array | Normed, residual: Array | None = None, gated: bool = False) -> Array | None:
         """As `__call__` by the kernel, or None where it is not for x; `gated` as of `row_linear`."""
         implementation = row_implementation(math.prod(x.shape[:-1]))
-        if implementation == "xla":
+        if implementation == "xla" or self.form is not None:
             return None
         norm = x.row_norm if isinstance(x, Normed) else None
         row = x.x if norm else value_of(x)

@@ -98,7 +98,7 @@ class Mamba(nnx.Module):
         self.conv_weight = nnx.Param(nnx.initializers.normal(std)(rngs.params(), (inner, 1, taps), dtype))
         self.conv_bias = nnx.Param(jnp.zeros((inner,), dtype))
         self.x_proj = Linear(inner, dt_rank + 2 * state_dim, dtype, std=std, rngs=rngs)
-        self.dt_proj = Linear(dt_rank, inner, dtype, std=std, rngs=rngs)
+        self.dt_proj = Linear(dt_rank, inner, dtype, packs=False, std=std, rngs=rngs)
         self.dt_bias = nnx.Param(jnp.zeros((inner,), jnp.float32))
         self.dt_norm = RMSNorm(dt_rank, dtype, eps=eps)
         self.b_norm = RMSNorm(state_dim, dtype, eps=eps)

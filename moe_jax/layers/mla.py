@@ -105,7 +105,7 @@ class LatentAttention(nnx.Module):
         self.q_norm = None if q_rank is None else RMSNorm(q_rank, dtype, eps=LATENT_NORM_EPS)
         self.q_up = None if q_rank is None else Linear(q_rank, q_dim, dtype, std=std, rngs=rngs)
         self.latent_norm = RMSNorm(latent_dim, dtype, eps=LATENT_NORM_EPS)
-        self.kv_up = Linear(latent_dim, num_heads * (nope_dim + v_dim), dtype, std=std, rngs=rngs)
+        self.kv_up = Linear(latent_dim, num_heads * (nope_dim + v_dim), dtype, packs=False, std=std, rngs=rngs)
         self.out = Linear(num_heads * v_dim, features, dtype, std=std, rngs=rngs)
         self.num_heads = num_heads
         self.latent_dim, self.nope_dim, self.rope_dim, self.v_dim = latent_dim, nope_dim, rope_dim, v_dim

@@ -193,7 +193,9 @@ class Decoder(nnx.Module):
         )
         self.norm = self.norm_class(cfg.hidden_size, dtype, eps=cfg.rms_norm_eps)
         self.lm_head = (
-            None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, cfg.vocab_size, dtype, std=std, rngs=rngs)
+            None
+            if cfg.tie_word_embeddings
+            else Linear(cfg.hidden_size, cfg.vocab_size, dtype, packs=False, std=std, rngs=rngs)
         )
 
     def make_layer(self, layer: int, moe_layer: int | None, rngs: nnx.Rngs) -> DecoderLayer:

@@ -1,14 +1,17 @@
 """Which family reads a config.json, and the abstract parameters of a model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from moe_jax.checkpoint.loading import PackedMatrix
 from moe_jax.checkpoint.mapping import ExpertRule, Ignore, Rule
 from moe_jax.errors import CheckpointError
+from moe_jax.layers.linear import Linear
 from moe_jax.models.config import ModelConfig, bad_field
 from moe_jax.models.dbrx.config import DbrxConfig
 from moe_jax.models.dbrx.modeling import DbrxForCausalLM
@@ -127,17 +130,44 @@ def family_for(config: Mapping[str, Any]) -> Family:
     raise CheckpointError(f"{problem}. Supported are: {supported} (docs/families.md has example checkpoints)")
 
 
-def abstract_params(cfg: ModelConfig, dtype) -> tuple[nnx.GraphDef, dict]:
+def abstract_params(
+    cfg: ModelConfig, dtype, packed: Mapping[str, PackedMatrix] | None = None
+) -> tuple[nnx.GraphDef, dict]:
     """Structure and parameters of the model of `cfg` without memory.
+
+    packed: path of a `Linear`'s weight -> how it is held, see `Linear.pack`. The path holds the part of suffix "", the
+    others are that path with their suffix.
 
     Returns:
         (graphdef, params): nested dict with string keys, leaves `jax.ShapeDtypeStruct`. Fill the dict with arrays and
         call `nnx.merge(graphdef, params)` inside the traced function.
     """
-    model_cls = next(family.model_cls for family in FAMILIES if family.config_cls is type(cfg))
-    model = nnx.eval_shape(lambda: model_cls(cfg, dtype, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(model)
+
+    def build():
+        model = _model(cfg, dtype)
+        linear = dict(_packing_linears(model))
+        for path, matrix in (packed or {}).items():
+            linear[path].pack(matrix.form, {s: jnp.zeros(shape, of) for s, (shape, of) in matrix.tensors.items()})
+        return model
+
+    graphdef, state = nnx.split(nnx.eval_shape(build))
     return graphdef, nnx.to_pure_dict(state)
+
+
+def packable(cfg: ModelConfig) -> tuple[str, ...]:
+    """Paths of the weights of the model of `cfg` that may be held packed, such as `layers.0.attn.qkv.weight`."""
+    return tuple(path for path, _ in _packing_linears(nnx.eval_shape(lambda: _model(cfg, "float32"))))
+
+
+def _model(cfg, dtype):
+    return next(family.model_cls for family in FAMILIES if family.config_cls is type(cfg))(cfg, dtype, rngs=nnx.Rngs(0))
+
+
+def _packing_linears(model) -> Iterator[tuple[str, Linear]]:
+    """(path of its weight, `Linear`) of all that `packs`."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Linear) and node.packs:
+            yield ".".join(map(str, (*path, "weight"))), node
 
 
 def targets(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:

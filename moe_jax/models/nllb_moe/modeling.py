@@ -182,7 +182,9 @@ class NllbMoeForConditionalGeneration(nnx.Module):
         self.encoder = Stack(cfg, dtype, [encoder_layer(layer) for layer in range(cfg.encoder_layers)])
         self.decoder = Stack(cfg, dtype, [decoder_layer(layer) for layer in range(cfg.decoder_layers)])
         tied = cfg.tie_word_embeddings
-        self.lm_head = None if tied else Linear(cfg.d_model, cfg.vocab_size, dtype, std=cfg.init_std, rngs=rngs)
+        self.lm_head = (
+            None if tied else Linear(cfg.d_model, cfg.vocab_size, dtype, packs=False, std=cfg.init_std, rngs=rngs)
+        )
 
     def embedded(self, tokens: Array, live: Array, start: Array | int) -> Array:
         """tokens [B, T] that follow `start` others ([B, 1] or 0) -> [B, T, D] with positions.
