@@ -7,9 +7,9 @@ With a trace, a model with random weights, the layer shapes of --shape and the t
 token replays requests of it (`MoE.replay`). Without one, a real model (default: the demo model) first writes on from
 prompts of its own, and these runs are replayed: only then are there hidden states that its routers can guess from, so
 the predictors gate-1 to gate-3 need that. Predictors learn from other requests than those that are replayed. Every run
-begins with an empty cache and the same knowledge. In a first run of each setting the shut-off makes its trials ("at
-first"); the timed ones begin with its verdict. `none` is measured first and last. Fails (exit 1) if tokens or hits
-differ anywhere.
+begins with an empty cache and the same knowledge. In the first runs of each setting the shut-off makes its trials ("at
+first"), until it has a verdict for every layer whose events copy, or `TRIALS` times; the timed ones begin with these.
+`none` is measured first and last. Fails (exit 1) if tokens or hits differ anywhere.
 """
 
 import copy
@@ -43,6 +43,7 @@ started = time.perf_counter()
 
 PREDICTORS = "request-counts,static-frequency,eamc-mean,temporal,cross-layer,cross-layer+temporal"
 ORACLE = "oracle"
+TRIALS = 4
 PROMPTS = (
     "Once upon a time there was a poor woodcutter",
     "To make a good soup, take",
@@ -93,27 +94,34 @@ def own_trace(moe: MoE, tokens: int) -> tuple[Trace, dict[int, np.ndarray]]:
 
 
 def measure(moe: MoE, trace: Trace, prompts, predictor: str, share: float, seen: Experience, repeats: int) -> Run:
-    """Replays `trace` once and `repeats` times with a predictor ("none" too), each time from an empty cache and from
-    `seen`; what the shut-off found in the first one holds in the others."""
-    seconds, outcomes, verdict = [], [], None
-    for _ in range(1 + repeats):
+    """Replays `trace` for the shut-off's trials, and `repeats` times with its verdict, with a predictor ("none" too),
+    each time from an empty cache and from `seen`."""
+    seconds, outcomes = [], []
+
+    def replay(verdict):
+        """The shut-offs after a run that began with `verdict`; None without a predictor."""
         moe._builder.experience = copy.deepcopy(seen)
         moe.set_cache(prefetch=predictor, cache_rate=share)
         prefetcher = None if predictor == "none" else moe._engine.transport._prefetcher
-        if prefetcher is not None:
-            prefetcher.shutoffs = prefetcher.shutoffs if verdict is None else copy.deepcopy(verdict)
+        if verdict is not None:
+            prefetcher.shutoffs = copy.deepcopy(verdict)
         ids = moe.replay(trace, prompts=prompts)
-        verdict = verdict or (prefetcher and prefetcher.shutoffs)
         last = moe.stats()["last"]
         seconds.append(last["decode"]["seconds"] / last["decode"]["steps"])
         counters = [last[phase]["per_layer"][name] for phase in ("prefill", "decode") for name in COUNTED]
         outcomes.append(([row.tolist() for row in ids], counters))
-    decode = last["decode"]
+        return prefetcher and prefetcher.shutoffs
+
+    verdict = replay(None)
+    while verdict is not None and len(seconds) < TRIALS and not all(shutoff.decided for shutoff in verdict):
+        verdict = replay(verdict)
+    tried = len(seconds)
+    for _ in range(repeats):
+        replay(verdict)
+    decode = moe.stats()["last"]["decode"]
     steady = all(outcome == outcomes[0] for outcome in outcomes)
-    prefetch = moe.stats()["prefetch"]
-    return Run(
-        predictor, share, seconds[0], seconds[1:], *outcomes[0], steady, decode["misses"], decode["hit_rate"], prefetch
-    )
+    found = decode["misses"], decode["hit_rate"], moe.stats()["prefetch"]
+    return Run(predictor, share, seconds[0], seconds[tried:], *outcomes[0], steady, *found)
 
 
 def figures_of(run: Run, none: list[Run], oracle: Run | None) -> dict:

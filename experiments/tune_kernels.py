@@ -258,6 +258,8 @@ def main(
     chosen, implementation, found = select(str(batch), op, shape, form, dry), compiled_or_dry(dry), existing(out)
     if dry and out is not None and out.resolve() == tile_table.FILE:
         raise typer.BadParameter(f"--out {out}: a dry run measures nothing; name another file", param_hint="--out")
+    if op == "expert_ffn_deposit" and batch != 1:
+        raise typer.BadParameter(f"--batch {batch}: {op} is measured with 1 token", param_hint="--batch")
     if size is not None:
         chosen = [entry for entry in chosen if entry.size == size]
     if not chosen:
@@ -267,6 +269,11 @@ def main(
     for entry in chosen:
         started = time.perf_counter()
         key, base = class_of(entry, batch, dry)
+        if op == "expert_ffn_deposit" and key in found and merged(base, found[key]["tiles"]) != base:
+            raise typer.BadParameter(
+                f"--out {out} has other tiles of {key!r} than the kernels use: tune into {tile_table.FILE} first",
+                param_hint="--out",
+            )
         tried = variants(entry, base, batch, dry)[:most]
         try:
             first = prepare(entry, implementation, seconds, False)

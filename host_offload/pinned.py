@@ -1,7 +1,7 @@
 """Pinned host memory: how it is had, given out as jax arrays, and given back.
 
 jax allocates it at about 1 GB/s on the H200 of docs/measurements.md, for the driver makes the pages one after another.
-Pages that threads have touched before, huge ones where the system has them, are registered with CUDA twenty times as
+Pages that threads have touched before, huge ones where the system has them, are registered with CUDA 26 times as
 fast, and DLPack makes a jax array of a piece of them without a copy.
 """
 
@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,8 +68,11 @@ def open_pinned(nbytes: int, way=ALLOCATED) -> "PinnedMemory":
     if _platform() != "gpu":
         logger.info("pinned memory: allocated; it is registered with a GPU, and there is none")
         return AllocatedMemory(nbytes)
-    from host_offload.transport.cuda import CudaError
-
+    try:
+        from host_offload.transport.cuda import CudaError
+    except ImportError as error:
+        logger.warning("pinned memory: registering takes cuda-bindings (%s), so jax allocates it", error)
+        return AllocatedMemory(nbytes)
     try:
         return RegisteredMemory(nbytes)
     except CudaError as error:
@@ -132,7 +136,7 @@ class RegisteredMemory(PinnedMemory):
     """One piece of anonymous memory, touched by threads, registered with CUDA, cut into arrays.
 
     Raises HostMemoryError if the system has less memory free (the first touch of too much would end the process), and
-    CudaError if it cannot be registered or the device cannot read it where the host has it.
+    CudaError if it cannot be registered, the device cannot read it where the host has it, or jax does not take it.
     """
 
     way = REGISTERED
@@ -147,15 +151,22 @@ class RegisteredMemory(PinnedMemory):
             )
         from host_offload.transport import cuda
 
-        self._cuda = cuda
         attribute = cuda.cudart.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem
         if not cuda.check(cuda.cudart.cudaDeviceGetAttribute(attribute, 0)):
             raise cuda.CudaError("the device cannot read registered memory at the host's addresses")
         started = time.perf_counter()
         self._memory = touched(nbytes)
-        self._address = self._memory.ctypes.data
-        cuda.check(cuda.cudart.cudaHostRegister(self._address, nbytes, cuda.cudart.cudaHostRegisterMapped))
+        address = self._memory.ctypes.data
+        cuda.check(cuda.cudart.cudaHostRegister(address, nbytes, cuda.cudart.cudaHostRegisterMapped))
+        # Whatever becomes of this object: pages that are given back while registered would stay pinned. What the call
+        # holds keeps them until then.
+        self._unregister = weakref.finalize(self, _unregister, cuda, self._memory)
         self._used = 0
+        try:
+            adopt(self._memory[: mmap.PAGESIZE]).delete()
+        except Exception as error:
+            self._unregister()
+            raise cuda.CudaError(f"jax does not take registered memory ({error})") from error
         seconds = time.perf_counter() - started
         logger.info("pinned memory: %.2f GB registered in %.2f s", nbytes / 1e9, seconds)
 
@@ -168,9 +179,12 @@ class RegisteredMemory(PinnedMemory):
 
     def close(self):
         super().close()
-        if self._address is not None:
-            self._cuda.check(self._cuda.cudart.cudaHostUnregister(self._address))
-        self._memory = self._address = None
+        self._unregister()
+        self._memory = None
+
+
+def _unregister(cuda, memory):
+    cuda.check(cuda.cudart.cudaHostUnregister(memory.ctypes.data))
 
 
 def touched(nbytes: int, huge=True) -> np.ndarray:

@@ -34,7 +34,7 @@ from host_offload.simulate import (
 )
 
 MAX_LANES = 64
-CHUNK_BYTES = 128 << 20  # of router scores that are on their way at a time
+CHUNK_BYTES = 128 << 20  # of router scores that are on their way at a time, in each part of a group
 # A pool is cut down to size one expert at a time up to this many, above it by bisection.
 FEW_DROPS = 8
 

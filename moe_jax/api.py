@@ -422,7 +422,7 @@ class MoE:
         "plan kernel", "xla", "host" or "none". `experts` names the formats in which experts rest and are computed,
         `dense_weights` what was done to packed dense ones when they were loaded.
         `lookahead`: rows that long prompts moved to the next layer ahead of its router, since the transport was chosen.
-        `load_seconds` includes `pool_seconds`: allocating pinned memory and filling it (None without a pool). `disk`:
+        `load_seconds` includes `pool_seconds`: getting `pinned_memory` and filling it (None without a pool). `disk`:
         see `DiskTier.stats`, since the model was loaded; None if no expert is read from disk. `prefetch`: predictor,
         budget, what became of the rows that were fetched ahead, in rows and bytes, and for each layer whether prefetch
         is on and why, since it was chosen; None without one. `last` and `total` count misses, not wasted rows.

@@ -95,6 +95,7 @@ class PlayedRun:
             self.prefetcher = Prefetcher(spec, self.rows, settings, self.lane, clock=lambda: self.lane.now)
         self.misses = self.demanded = 0
         self.awake = False
+        self.asks = lambda: True  # whether the event decides on what comes
 
     def run(self, reads=()):
         """Serves the trace; [steps] float seconds."""
@@ -126,7 +127,10 @@ class PlayedRun:
         if self.awake:
             prefetcher.wait(None)
             prefetcher.wait_rest(None)
-            prefetcher.ahead(layer, listed, scores, {}, self.cache._slot_of, lambda: ~prefetcher.taken)
+            if self.asks():
+                prefetcher.ahead(layer, listed, scores, {}, self.cache._slot_of, lambda: ~prefetcher.taken)
+            else:
+                prefetcher.saw(layer, listed, scores)
             self.check_balance()
         lane.now = max([lane.now, *ready, *lane.waited]) + self.layer_seconds
 

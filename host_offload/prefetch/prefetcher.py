@@ -22,8 +22,8 @@ from host_offload.prefetch.windows import Windows
 logger = logging.getLogger(__name__)
 
 # Decode steps that a prefetcher sleeps when no layer gains by it, twice as many each time up to the most, and for how
-# many it then wakes: as many as `ShutOff.wake` needs to try again.
-NAP, NAP_MOST, AWAKE = 256, 1024, 6
+# many at most it then stays awake, until every layer has tried again.
+NAP, NAP_MOST, AWAKE_MOST = 256, 1024, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +103,7 @@ class Prefetcher:
         self._now = 0.0  # when the running event began
         self._banks: tuple | None = None
         self.asleep, self._steps_left, self._nap, self._slept = False, 0, NAP, 0
+        self._steps, self._asked = 0, [0] * spec.L  # decode steps so far; at which one a layer was asked for last
         self._noted: list[tuple] = []  # events of this sleep
 
     # ----------------------------------------------------------------------------------------------------------- events
@@ -117,21 +118,31 @@ class Prefetcher:
 
     def wakes(self) -> bool:
         """A decode step begins: whether its events are to be served; else `note` is all that they need."""
-        if self._steps_left > 0:
-            self._steps_left -= 1
-        elif self.asleep:
-            self.asleep, self._steps_left = False, AWAKE - 1
-            self._take_noted()
-            for shutoff in self._watched:
-                shutoff.wake()
-        elif self.settings.shutoff and all(shutoff.decided and not shutoff.state for shutoff in self._watched):
+        self._steps_left -= 1
+        watched = range(self.spec.L)[self._watched]
+        if self.asleep:
+            if self._steps_left <= 0:
+                self.asleep, self._steps_left = False, AWAKE_MOST
+                self._take_noted()
+                for layer in watched:
+                    self.shutoffs[layer].wake()
+        elif self._steps_left > 0 and not all(self.shutoffs[layer].tried for layer in watched):
+            pass  # woken to try again, which takes events that copy
+        elif self.settings.shutoff and not any(self._hopes(layer) for layer in watched):
             self.catch_up()
             self.drop()
-            self.asleep, self._steps_left, self._nap = True, self._nap - 1, min(2 * self._nap, NAP_MOST)
-        else:
+            self.asleep, self._steps_left, self._nap = True, self._nap, min(2 * self._nap, NAP_MOST)
+        elif any(self.shutoffs[layer].decided and self.shutoffs[layer].state for layer in watched):
             self._nap = NAP
         self._slept += self.asleep
+        self._steps += 1
         return not self.asleep
+
+    def _hopes(self, layer) -> bool:
+        """Whether a layer gains or may yet turn out to: not one that nobody asked for long, as its events copy too
+        seldom."""
+        shutoff = self.shutoffs[layer]
+        return shutoff.state if shutoff.decided else self._steps - self._asked[layer] < NAP
 
     def note(self, layer, listed):
         """An event passes in sleep: listed [n] int, the experts that it needed."""
@@ -171,7 +182,10 @@ class Prefetcher:
         missing: ids. What follows on the device must be told by `wait` before it reads the rows. The rows are the
         caller's from now on. now: when the event began, if that was before.
         """
-        now = self._clock() if now is None else now
+        if now is None:
+            now = self._clock()
+        else:
+            self._drop_overdue(self._event + 1)  # before `_notice` starts what nobody needs any more
         self._notice()
         self._time(layer, now)
         self._event += 1
@@ -189,9 +203,13 @@ class Prefetcher:
                 self._release(held)
                 claimed[expert] = held.row
                 self._claimed.append(held)
-        for held in [held for held in self._queued if held.deadline <= self._event]:  # too late
-            self._drop_queued(held)
+        self._drop_overdue(self._event)
         return claimed
+
+    def _drop_overdue(self, event):
+        """Cancels what is queued for events up to `event`."""
+        for held in [held for held in self._queued if held.deadline <= event]:
+            self._drop_queued(held)
 
     def wait(self, ctx):
         """What follows sees the early tensors of the rows that `serve` handed out."""
@@ -223,6 +241,7 @@ class Prefetcher:
         if target is None:
             return
         on = self.shutoffs[target].ask()
+        self._asked[target] = self._steps
         if target not in self._trials:
             self._trials[target] = on, self._now
         if not on:  # the event is observed when there is time, see `catch_up`
@@ -258,17 +277,22 @@ class Prefetcher:
         self._live.observe(layer, need, scores, t, first=first, last=last, guess=guess)
 
     @property
-    def _watched(self) -> list[ShutOff]:
-        """The shut-offs of the layers that are prefetched for, see `_target`."""
-        return self.shutoffs[self._first + (self._lead if self._first else 0) :]
+    def _wraps(self) -> bool:
+        """Whether the last layers prefetch for the first ones of the next step: these do not follow in an
+        encoder-decoder, and a gate knows nothing of the next token."""
+        return self._first == 0 and not self.settings.gate
+
+    @property
+    def _watched(self) -> slice:
+        """The layers that are prefetched for, see `_target`."""
+        return slice(self._first + (0 if self._wraps else self._lead), None)
 
     def _target(self, layer):
         """The layer that is prefetched for at the event of `layer`; None if nothing can be said of it."""
         target = layer + self._lead
         if target < self.spec.L:
             return target
-        # Beyond the last layer begins the next step, whose first layers do not follow in an encoder-decoder.
-        return target - self.spec.L if self._first == 0 else None
+        return target - self.spec.L if self._wraps else None
 
     def _room(self, layer, target):
         """(rows, bytes or None): what may be issued, and up to how many bytes may wait in the lane meanwhile."""
@@ -440,7 +464,8 @@ class Prefetcher:
         self._live.end()
 
     def stats(self) -> dict:
-        """Predictor, budget, state by layer, and what became of the rows since this predictor was chosen."""
+        """Predictor, budget, state by layer, and what became of the rows since this predictor was chosen; whether it is
+        asleep, which `steps_asleep` counts (what passes then is learned when it wakes)."""
         for held in list(self._queued):
             self._note_issued(held)
         waiting = len(self._held) - len(self._queued)

@@ -31,7 +31,7 @@ class ShutOff:
         self._recent: dict[bool, list[float]] = {True: [], False: []}
         self._gains: list[float] = []
         self._countdown, self._interval = CONTROL, PROBE
-        self.state = True
+        self.state, self.tried = True, False  # tried: the other state was timed since `wake`
 
     def ask(self) -> bool:
         """Whether to prefetch for the layer's next event."""
@@ -54,7 +54,7 @@ class ShutOff:
     def wake(self):
         """After a sleep, when nobody asked: the other state is tried once there are fresh samples of the one that
         holds."""
-        self._recent = {True: [], False: []}
+        self._recent, self.tried = {True: [], False: []}, False
         self._countdown = NEIGHBOURS + 1
 
     def tell(self, on, seconds):
@@ -64,8 +64,10 @@ class ShutOff:
         self._recent[on] = [*self._recent[on][1 - NEIGHBOURS :], seconds]
         if not self.decided:
             if all(self._recent.values()):
+                self.tried = True
                 self._compare(self._recent[False].pop(), self._recent[True].pop())
         elif on != self.state and self._recent[self.state]:
+            self.tried = True
             holding = math.fsum(self._recent[self.state]) / len(self._recent[self.state])
             self._compare(*((seconds, holding) if self.state else (holding, seconds)))
 

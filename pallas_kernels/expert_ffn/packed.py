@@ -184,6 +184,8 @@ def project(
         i-th tile."""
         cols, first = pl.ds(i * tile_words, tile_words), i * units
         in_row, in_units = inside(i, tile_words, words), inside(i, units, cdiv(words, tiles.words))
+        # The last tile of a step may lie past the row as a whole; the first one never does.
+        any_unit = first < cdiv(words, tiles.words) if ragged and unroll > 1 else None
         x_shape = (tile_words,) if batch == 1 else (batch, tile_words)
         each_lane = np.arange(tiles.lanes, dtype=np.int32)
         x = [read(x_at(lane, i * tile_words, tile_words), in_row, x_shape) for lane in each_lane]
@@ -193,7 +195,7 @@ def project(
             rows, block_row = pl.ds(start, size), _block_row(form, matrix, start, n_out)
             w = take(0, (rows, cols), in_row, (size, tile_words)).reshape(size, *shape)
             sides = [
-                take(part, index, in_units if by_unit else None, side)
+                take(part, index, in_units if by_unit else any_unit, side)
                 for part, (index, side, by_unit) in enumerate(tiles.sides(rows, size, block_row, first), 1)
             ]
             return w, sides

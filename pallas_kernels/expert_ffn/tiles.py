@@ -48,8 +48,8 @@ def resolve_tiles(defaults: dict, overrides: dict | None, *, width: int, model: 
         for parameter in ("unroll", "unroll_missing"):
             step, columns = tiles[name].get(parameter, 1), tiles[name].get("block_in")
             if step < 1 or (columns and cut["block_in"] % (columns * step)):
-                of = f"tiles of {columns} columns must divide {cut['block_in']}" if columns else "tiles are too few"
-                raise ValueError(
-                    f"tiles[{name!r}][{parameter!r}] = {step} for F = {width}, D = {model}: that many {of}"
+                rule = (
+                    f"that many tiles of {columns} columns must divide {cut['block_in']}" if columns else "at least 1"
                 )
+                raise ValueError(f"tiles[{name!r}][{parameter!r}] = {step} for F = {width}, D = {model}: {rule}")
     return tuple((name, tuple(sorted(t.items()))) for name, t in tiles.items())

@@ -238,6 +238,10 @@ def test_tuning_what_is_read_from_pinned_memory_keeps_the_other_tiles(tmp_path, 
     assert (entry["us"], entry["deposit_us"], entry["deposit_before_us"]) == (2.0, 5.0, 9.0)
     assert entry["tiles"]["gate_up"]["unroll_missing"] > 1 and entry["tiles"]["gate_up"]["block_out"] == 4
     assert entry["tiles"]["down"] | {"unroll_missing": 1} == entry["tiles"]["down"]
+    # A table with tiles that the kernels do not run with would get figures of others.
+    other.write_text(json.dumps({key: {"tiles": {"gate_up": {"block_out": 8}}, "us": 2.0}}))
+    result = tune("--op", "expert_ffn_deposit", "--shape", "gpt-oss-120b", "--most", 1, "--out", other)
+    assert result.exit_code == 2 and "than the kernels use" in " ".join(result.stderr.split())
 
 
 def test_tuning_attention(tmp_path, monkeypatch):
@@ -280,6 +284,7 @@ def test_tuning_refuses(tmp_path):
     for arguments, message in (
         (("--op", "fetch_rows"), "kernels with tiles are dequant_gemm"),
         (("--op", "paged_attention", "--size", "B3"), "no line has it"),
+        (("--op", "expert_ffn_deposit", "--batch", "4"), "is measured with 1 token"),
         (("--op", "paged_attention", "--out", bad), "must hold a JSON object"),
         (("--op", "paged_attention", "--out", tile_table.FILE), "a dry run measures nothing"),
     ):

@@ -59,7 +59,9 @@ def test_a_dry_run_of_a_trace(script, routes, tmp_path):
     assert [row["predictor"] for row in figures["table"]] == ["none", "cross-layer+temporal", "oracle", "none"]
     assert all(row["equal"] and len(row["seconds_of_runs"]) == 2 and row["ms"] > 0 for row in figures["table"])
     oracle = figures["table"][2]["prefetch"]
-    assert oracle["rows"]["useful"] and not oracle["rows"]["harmful"]
+    # On a busy machine the trials may have found that nothing pays.
+    assert oracle["rows"]["useful"] or not any(layer["on"] for layer in oracle["layers"])
+    assert not oracle["rows"]["harmful"] and all(row["trial_ms"] > 0 for row in figures["table"])
     learned = figures["table"][1]["prefetch"]
     assert learned["learned_requests"] == 2  # those that are not replayed
 

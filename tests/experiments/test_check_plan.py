@@ -37,6 +37,9 @@ def test_each_figure_is_held_against_its_part_of_the_plan():
     less = ok(before, Snapshot(919, 981, 4151), Snapshot(981, 1000, 3849))
     assert less == {"device, loaded": False, "device, peak": True, "host, loaded": False}
     assert all(ok(before, Snapshot(930, 930, 4100), Snapshot(930, 930, 4100)).values())
+    earlier = Snapshot(50, 2000, 9000)
+    peak = compare(MEMORY, earlier, Snapshot(950, 2000, 4000), Snapshot(950, 2000, 4000), 0.03)[1]
+    assert peak["measured"] is None and peak["ok"]
 
 
 def test_without_figures_of_the_device_the_host_is_compared(tmp_path, monkeypatch):

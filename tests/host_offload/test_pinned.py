@@ -1,7 +1,9 @@
 """Pinned memory: allocated by jax, or registered; whole, aligned, freed, and clear when it cannot be had."""
 
+import gc
 import mmap
 import sys
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -125,9 +127,50 @@ def test_free_memory_of_this_machine_is_known():
 
 @pytest.mark.parametrize("huge", [False, True])
 def test_touched_memory(huge, monkeypatch):
-    monkeypatch.setattr(pinned, "_TOUCHED_AT_A_TIME", 1 << 20)
-    memory = pinned.touched((3 << 20) + 5, huge)
-    assert memory.shape == ((3 << 20) + 5,) and memory.dtype == np.uint8 and not memory.any()
+    monkeypatch.setattr(pinned, "_TOUCHED_AT_A_TIME", 1 << 22)
+    before = resident_bytes()
+    memory = pinned.touched((64 << 20) + 5, huge)
+    assert resident_bytes() - before > 60 << 20, "its pages are there"
+    assert memory.shape == ((64 << 20) + 5,) and memory.dtype == np.uint8 and not memory.any()
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("no such device type"), None])
+def test_memory_that_jax_does_not_take_is_given_back(played, caplog, monkeypatch, fault):
+    def refuses(array):
+        if fault is not None:
+            raise fault
+        return jax.numpy.zeros(array._array.shape, jax.numpy.uint8)
+
+    monkeypatch.setattr(jax.dlpack, "from_dlpack", refuses)
+    with caplog.at_level("WARNING", logger="host_offload"):
+        memory = open_pinned(padded(8), "registered")
+    assert isinstance(memory, AllocatedMemory) and not played.registered
+    assert ("copied" if fault is None else "no such device type") in caplog.text
+    memory.close()
+
+
+def test_memory_that_is_dropped_is_unregistered_first(played):
+    """Pages that are given back while they are registered would stay pinned."""
+    memory = open_pinned(padded(8), "registered")
+    array = memory.take((8,), np.uint8)
+    assert len(played.registered) == 1
+    del memory
+    gc.collect()
+    assert not played.registered
+    array.delete()
+
+
+def test_without_cuda_bindings_jax_allocates(caplog, monkeypatch):
+    monkeypatch.setattr(pinned, "_platform", lambda: "gpu")
+    monkeypatch.setitem(sys.modules, "host_offload.transport.cuda", None)
+    with caplog.at_level("WARNING", logger="host_offload"):
+        memory = open_pinned(padded(8), "registered")
+    assert isinstance(memory, AllocatedMemory) and "takes cuda-bindings" in caplog.text
+    memory.close()
 
 
 def test_jax_that_copied_would_be_noticed(monkeypatch):

@@ -137,7 +137,7 @@ def test_it_sleeps_where_no_layer_gains_and_wakes_to_try_again():
     naps = np.diff(np.flatnonzero(np.diff(np.concatenate([[False], asleep, [False]]).astype(int))))[::2]
     assert naps.tolist()[:2] == [256, 512]
     awake = np.flatnonzero(~asleep)
-    assert len(awake) < 24 + 60 + 8 * 4, "awake for the trial, then six steps between naps"
+    assert len(awake) < 24 + 60 + 8 * 4, "awake for the trial, then some steps between naps"
     assert seen.counts.tokens == 1500 and seen.counts.total.sum() == 1500 * 3 * 2
 
     # What was found harmful is tried again after each nap, and stays once it has gained for long enough.
@@ -146,6 +146,31 @@ def test_it_sleeps_where_no_layer_gains_and_wakes_to_try_again():
         shutoff._gains, shutoff.state = [-1e-9] * 12, False
     run.run(("experts",))
     assert run.prefetcher.stats()["steps_asleep"] > 0 and all(s["on"] for s in run.prefetcher.stats()["layers"])
+
+
+@pytest.mark.parametrize("copying", (0.0, 0.1, 0.5))
+def test_it_tries_again_and_sleeps_however_seldom_events_copy(copying):
+    """Only events that copy ask: woken, it waits for them, but not for ever, and a layer without any is no hope."""
+    trace = random_trace(2, T=3000, L=3, E=48, K=2)
+    run = PlayedRun(trace, Guess(), copy_seconds=0.7, slots=8, reserve=8, budget=None, shutoff=True)
+    draw, compared = np.random.default_rng(0), []
+    run.asks = lambda: draw.random() < copying
+    for shutoff in run.prefetcher.shutoffs:
+        judge = shutoff._compare
+        shutoff._compare = lambda off, on, judge=judge: compared.append(run.prefetcher._steps) or judge(off, on)
+    run.run()
+    slept = run.prefetcher.stats()["steps_asleep"]
+    assert slept > 1500, "some hundred steps of trial, and at most 64 between naps"
+    late = [step for step in compared if step > 1000]
+    assert bool(late) == (copying > 0), "tried again after the first sleep"
+
+
+def test_gates_do_not_watch_layers_that_they_cannot_tell():
+    run = PlayedRun(random_trace(0), get_predictor("gate-2"), budget=None, shutoff=True)
+    assert [run.prefetcher._target(layer) for layer in range(3)] == [2, None, None]
+    assert run.prefetcher.shutoffs[run.prefetcher._watched] == run.prefetcher.shutoffs[2:]
+    plain = PlayedRun(random_trace(0), Guess(), shutoff=True).prefetcher
+    assert [plain._target(layer) for layer in range(3)] == [1, 2, 0] and len(plain.shutoffs[plain._watched]) == 3
 
 
 def test_without_shutoff_it_never_sleeps():
