@@ -20,6 +20,10 @@ from moe_jax.models.mixtral.config import MixtralConfig
 from moe_jax.models.olmoe.config import OlmoeConfig
 from moe_jax.models.qwen3_moe.config import Qwen3MoeConfig
 from moe_jax.models.registry import abstract_params
+from pallas_kernels.formats import MXFP4
+
+# Experts in floating point, not MXFP4 as released; layers alternate, whatever their number.
+_GPT_OSS = {k: v for k, v in CONFIGS["gpt-oss-20b"].items() if k not in ("quantization_config", "layer_types")}
 
 # Family and config.json of the released models (see docs/measurements.md for what was run).
 SHAPES = {
@@ -27,19 +31,19 @@ SHAPES = {
     # Longer than the released 4096, for the timed prefill.
     "olmoe-1b-7b": (OlmoeConfig, CONFIGS["olmoe-1b-7b"] | {"max_position_embeddings": 16384}),
     "mixtral-8x7b": (MixtralConfig, CONFIGS["mixtral-8x7b"]),
-    # Experts in floating point, not MXFP4 as released; layers alternate, whatever their number.
-    "gpt-oss-20b": (
-        GptOssConfig,
-        {k: v for k, v in CONFIGS["gpt-oss-20b"].items() if k not in ("quantization_config", "layer_types")},
-    ),
+    "gpt-oss-20b": (GptOssConfig, _GPT_OSS),
+    "gpt-oss-20b-mxfp4": (GptOssConfig, _GPT_OSS),
 }
+# In what the experts of a shape are packed, if they are.
+PACKED = {"gpt-oss-20b-mxfp4": MXFP4()}
 
 # Output projections are this much smaller than usual.
 QUIET = 0.02
 
 
 class RandomRows:
-    """A `RowSource` of random expert rows: pieces of one block of normal numbers, each row from its own offset.
+    """A `RowSource` of random expert rows: pieces of one block of normal numbers, each from its own offset; for MXFP4
+    of random words, with scales that give them the same spread.
 
     Filling a pool then runs at memory speed, and no two rows are equal.
     """
@@ -51,9 +55,15 @@ class RandomRows:
         self._blocks = {}
         for name, (shape, dtype) in spec.tensors.items():
             count = int(np.prod(shape))
-            unit = rng.standard_normal(min(count, 1 << 22), np.float32) * shape[-1] ** -0.5
-            if name.startswith("down"):
-                unit *= QUIET
+            down = name.startswith("down")
+            if dtype == np.uint32:
+                unit = rng.integers(0, 1 << 32, min(count, 1 << 22), np.uint32)
+                if name.endswith("_scale"):  # bytes: 2^-9 to 2^-6, of a quiet projection 2^-15 to 2^-12
+                    unit = (unit & np.uint32(0x03030303)) + np.uint32(0x70707070 if down else 0x76767676)
+            else:
+                unit = rng.standard_normal(min(count, 1 << 22), np.float32) * shape[-1] ** -0.5
+                if down:
+                    unit *= QUIET
             whole = np.resize(unit.astype(dtype), count + self._slack)
             self._blocks[name] = whole
 
@@ -102,9 +112,12 @@ def random_parts(shape: str, layers: int | None = None, dtype="bfloat16", seed: 
         return normal(k, std, shape=leaf.shape, dtype=leaf.dtype)
 
     params = jax.tree_util.tree_map_with_path(make, abstract)
-    tensors = {name: (s, dtype) for name, s in cfg.expert_row_shapes().items()}
-    spec = RowSpec(tensors, L=len(cfg.moe_layers), E=cfg.num_experts)
-    return Parts(cfg, dtype, graphdef, params, spec, RandomRows(spec, seed), cfg.expert_spec())
+    experts = cfg.expert_spec()
+    if shape in PACKED:
+        experts = dataclasses.replace(experts, gate_up=PACKED[shape], down=PACKED[shape])
+    rows = experts.row_tensors(cfg.expert_width, cfg.hidden_size)
+    spec = RowSpec({n: (s, of or dtype) for n, (s, of) in rows.items()}, L=len(cfg.moe_layers), E=cfg.num_experts)
+    return Parts(cfg, dtype, graphdef, params, spec, RandomRows(spec, seed), experts)
 
 
 def small(parts_shape: str) -> dict:
