@@ -1,10 +1,13 @@
-"""Files that a script writes at its end: whether they can be written is asked at its start."""
+"""Options and files that scripts have in common: whether a file can be written is asked at the start."""
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from host_offload.trace import write_whole
 
@@ -23,6 +26,18 @@ def check_writable(flag: str, path: Path) -> None:
         raise PermissionError(
             f"{flag}={path}: the directory {path.parent} cannot be written to ({error.strerror}); name another one"
         ) from error
+
+
+def shares_of(text: str, option: str, most: float = math.nextafter(1.0, 0)) -> list[float]:
+    """Slot shares, more than 0 and at most `most`, of a comma-separated option. Raises typer.BadParameter."""
+    try:
+        shares = [float(share) for share in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {text}: {error}") from error
+    if not all(0 < share <= most for share in shares):
+        last = " or are 1" if most == 1 else ""
+        raise typer.BadParameter(f"{option} {text}: shares lie between 0 and 1{last}")
+    return shares
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

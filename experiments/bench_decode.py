@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from _outputs import write_json
+from _outputs import shares_of, write_json
 from flax import nnx
 from random_model import SHAPES, random_parts, small
 from rich.console import Console
@@ -179,7 +179,7 @@ def main(
     dense = sum(leaf.nbytes for leaf in jax.tree.leaves(parts.params)) - parts.params["embed"]["weight"].nbytes
     console.print(f"{shape}: {spec.L} x {spec.E} experts of {spec.row_bytes / 1e6:.2f} MB, dense {dense / 1e9:.2f} GB")
 
-    slot_shares = [float(share) for share in shares.split(",")]
+    slot_shares = shares_of(shares, "--shares", most=1.0)
     cases = [(t, s) for t in transports.split(",") for s in (slot_shares if t != "resident" else [1.0])]
     config = OffloadConfig(
         transport=cases[0][0],

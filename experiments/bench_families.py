@@ -17,7 +17,7 @@ from typing import Annotated
 import jax
 import numpy as np
 import typer
-from _outputs import write_json
+from _outputs import check_writable, shares_of, write_json
 from _report import figures
 from bench_decode import head_seconds
 from random_checkpoint import MODELS, write_checkpoint
@@ -191,6 +191,12 @@ def main(
         raise typer.BadParameter(f"--pinned-memory {pinned_memory}: must be {' or '.join(WAYS)}")
     if dense_weights not in DENSE_WEIGHTS:
         raise typer.BadParameter(f"--dense-weights {dense_weights}: must be {' or '.join(DENSE_WEIGHTS)}")
+    slot_shares = shares_of(shares, "--shares", most=1.0)
+    if out:
+        try:
+            check_writable("--out", out)
+        except OSError as error:
+            raise typer.BadParameter(str(error)) from error
     wanted = transports.split(",")
     if unknown := sorted(set(wanted) - {"device", "callback"}):
         raise typer.BadParameter(f"--transports: {', '.join(unknown)} must be device or callback")
@@ -213,7 +219,7 @@ def main(
         found = bench(
             directory,
             wanted,
-            [float(share) for share in shares.split(",")],
+            slot_shares,
             tokens,
             context,
             repeats,

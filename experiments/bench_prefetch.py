@@ -24,9 +24,9 @@ from typing import Annotated
 import jax
 import numpy as np
 import typer
-from _outputs import check_writable, write_json
+from _outputs import check_writable, shares_of, write_json
 from random_model import SHAPES
-from replay_traces import COUNTED, choose, model_for, shares_of
+from replay_traces import COUNTED, choose, model_for
 from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option

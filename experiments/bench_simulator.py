@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from host_offload import Trace, get_policy, list_policies, load_trace, simulate_many
+from host_offload.trace import CONTRACTS, TraceError
 
 CAPACITIES = (4, 6, 8, 12, 16, 24)
 
@@ -54,12 +55,22 @@ def main(
     study_only: Annotated[
         bool, typer.Option("--study-only", help="Time the call with all policies, then stop.")
     ] = False,
-    pool_requests: Annotated[int, typer.Option(help="Requests that are replayed with one pool for all layers.")] = 12,
+    pool_requests: Annotated[
+        int, typer.Option(min=1, help="Requests that are replayed with one pool for all layers.")
+    ] = 12,
 ):
     """Times all policies in one call, then each alone in scope layer and global."""
     console = Console()
-    routing = load_trace(trace) if trace else random_trace()
-    names = [name for name in (policies.split(",") if policies else list_policies()) if not get_policy(name).host_only]
+    if contract not in CONTRACTS:
+        raise typer.BadParameter(f"--contract {contract}: must be one of {', '.join(CONTRACTS)}")
+    try:
+        routing = load_trace(trace) if trace else random_trace()
+        names = policies.split(",") if policies else [n for n in list_policies() if not get_policy(n).host_only]
+        host = [name for name in names if get_policy(name).host_only]
+    except (TraceError, ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if host:
+        raise typer.BadParameter(f"--policies: {', '.join(host)} cannot be compiled, which is what this measures")
     began = time.perf_counter()  # first, while nothing is compiled
     simulate_many(routing, names, CAPACITIES, contract=contract)
     seconds = time.perf_counter() - began

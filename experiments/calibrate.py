@@ -16,6 +16,7 @@ import time
 import jax
 import numpy as np
 import typer
+from _outputs import shares_of
 from random_model import SHAPES, random_parts, small
 from rich.console import Console
 from rich.progress import track
@@ -181,7 +182,7 @@ def main(
 ):
     """Calibrates, writes the file, and checks."""
     logging.basicConfig(level=logging.WARNING)
-    levels = [float(share) for share in shares.split(",")]
+    levels = shares_of(shares, "--shares", most=1.0)
     if levels[0] != 1 or len(levels) < 2:
         raise typer.BadParameter(f"--shares {shares}: must begin with 1.0, all hits, and hold at least one level more")
     names = list_policies() if policies == "all" else policies.split(",")

@@ -23,7 +23,7 @@ from typing import Annotated
 import jax
 import numpy as np
 import typer
-from _outputs import write_json
+from _outputs import shares_of, write_json
 from calibrate import COPY_BYTES, fit_levels, measure_copies, measure_policies, show
 from random_model import SHAPES, random_parts, small
 from rich.console import Console
@@ -222,17 +222,6 @@ def model_for(trace: Trace, shape: str, rows: int, transport: str, dry: bool) ->
         progress=False,
     )
     return MoE.from_parts(random_parts(shape, **changes), config, name=shape)
-
-
-def shares_of(text: str, option: str) -> list[float]:
-    """Slot shares from a comma-separated option."""
-    try:
-        shares = [float(share) for share in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"{option} {text}: {error}") from error
-    if not all(0 < share < 1 for share in shares):
-        raise typer.BadParameter(f"{option} {text}: shares lie between 0 and 1")
-    return shares
 
 
 def report(runs: list[Run], cost: CostModel | None, geometry: str, limit: float) -> tuple[list[dict], bool]:

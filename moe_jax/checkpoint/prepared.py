@@ -289,7 +289,7 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         context.array.saving.use_ocdbt = False
         context.array.saving.use_zarr3 = False
         with context, _quiet():
-            ocp.save(path, dict(arrays))
+            ocp.save(Path(os.path.abspath(path)), dict(arrays))  # orbax refuses paths that lead up
 
     try:
         # In a thread that an interrupt waits for: orbax' own would go on writing into a directory that is removed.
@@ -322,7 +322,7 @@ def load_arrays(path: Path, like: Mapping[str, np.ndarray], checksums: Sequence[
 
     try:
         with _quiet():
-            arrays = ocp.load(path, dict(like))
+            arrays = ocp.load(Path(os.path.abspath(path)), dict(like))
     except Exception as error:  # whatever orbax and tensorstore raise for files that are missing or damaged
         raise CheckpointError(
             f"{path} cannot be loaded ({(str(error) or repr(error)).splitlines()[0]}): {_REMEDY}"

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 
 from moe_jax.engine.kv_cache import PagedKV
-from moe_jax.layers.linear import Linear, matmul_precision
+from moe_jax.layers.linear import Linear, contract
 from moe_jax.layers.norm import Normed
 from moe_jax.layers.query_blocks import by_blocks, fitting_block
 from moe_jax.layers.rope import apply_rope
@@ -139,8 +139,7 @@ def _attend_block(
 
     `sinks` [G, R]: score of a further key without a value.
     """
-    precision = matmul_precision(q.dtype)
-    scores = jnp.einsum("btgrh,bsgh->bgrts", q, keys, precision=precision, preferred_element_type=jnp.float32) * scale
+    scores = contract("btgrh,bsgh->bgrts", q, keys) * scale
     query, key = positions[:, :, None], key_positions[:, None, :]
     visible = (key <= query) & stored[:, None, :]  # [B, T, S]
     if window is not None:
@@ -152,7 +151,7 @@ def _attend_block(
     else:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None, None], (*scores.shape[:-1], 1))
         weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1].astype(q.dtype)
-    out = jnp.einsum("bgrts,bsgh->btgrh", weights, values, precision=precision, preferred_element_type=jnp.float32)
+    out = contract("bgrts,bsgh->btgrh", weights, values)
     return out.astype(q.dtype)
 
 

@@ -20,7 +20,7 @@ from moe_jax.engine.kv_cache import LayerCache, PagedKV, StateTensor
 from moe_jax.layers.attention import MAX_SCORES, AttentionCall
 from moe_jax.layers.compressor import Compressor, pending
 from moe_jax.layers.indexer import Indexer
-from moe_jax.layers.linear import Linear, matmul_precision
+from moe_jax.layers.linear import Linear, contract
 from moe_jax.layers.norm import Float32RMSNorm, Normed, rms_norm, value_of
 from moe_jax.layers.query_blocks import MIN_BLOCK, by_blocks, fitting_block
 from moe_jax.layers.rope import Rope
@@ -87,10 +87,6 @@ def window_and_entries(
     numbers = B * max(N * (2 * window + S), S * H if chosen else 0)
     # Longer blocks than the window would mostly compute scores that the window hides.
     block = min(fitting_block(numbers, max_scores), max(MIN_BLOCK, 1 << (window - 1).bit_length()))
-    precision = matmul_precision(q.dtype)
-
-    def product(spec, a, b):
-        return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
     def attend(first, q, visible=None):
         queries = q.shape[1]
@@ -99,23 +95,23 @@ def window_and_entries(
         ahead = jnp.arange(queries)[:, None] - back  # distance of a query from a key
         exists = start[:, None] + first + back >= 0  # [B, keys]
         near = (ahead >= 0) & (ahead < window) & exists[:, None]  # [B, t, keys]
-        scores = [jnp.where(near[:, None], product("btnh,bsh->bnts", q, keys) * scale, -jnp.inf)]
+        scores = [jnp.where(near[:, None], contract("btnh,bsh->bnts", q, keys) * scale, -jnp.inf)]
         if visible is not None:
             if chosen:
                 past = entries(visible)
-                scored = product("btnh,btsh->bnts", q, past)
+                scored = contract("btnh,btsh->bnts", q, past)
                 visible = visible >= 0
             else:
                 past = entries
-                scored = product("btnh,bsh->bnts", q, past)
+                scored = contract("btnh,bsh->bnts", q, past)
             scores.append(jnp.where(visible[:, None], scored * scale, -jnp.inf))
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (q.shape[0], N, queries, 1))
         # The sink is finite, so that a query that sees nothing (a dead one) gets zeros, not NaN.
         weights = jax.nn.softmax(jnp.concatenate([*scores, sink], axis=-1), axis=-1).astype(q.dtype)
         near_weights, past_weights, _ = jnp.split(weights, (keys.shape[1], weights.shape[-1] - 1), axis=-1)
-        out = product("bnts,bsh->btnh", near_weights, keys)
+        out = contract("bnts,bsh->btnh", near_weights, keys)
         if visible is not None:
-            out += product("bnts,btsh->btnh" if chosen else "bnts,bsh->btnh", past_weights, past)
+            out += contract("bnts,btsh->btnh" if chosen else "bnts,bsh->btnh", past_weights, past)
         return out.astype(q.dtype)
 
     if T > block:
@@ -250,7 +246,6 @@ class CompressedAttention(nnx.Module):
         with jax.named_scope("attention_out"):
             out = self.rope.turn(out, call.positions, back=True).reshape(B, T, self.groups, N * H // self.groups)
             down = self.out_down.weight[...].reshape(self.groups, -1, N * H // self.groups)
-            precision = matmul_precision(x.dtype)
-            low = jnp.einsum("btgi,gri->btgr", out, down, precision=precision, preferred_element_type=jnp.float32)
+            low = contract("btgi,gri->btgr", out, down)
             low = low.astype(x.dtype).reshape(B, T, -1)
             return self.out(low, residual=residual), kv.with_states(self.layer, states)

@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from moe_jax.layers.attention import MAX_SCORES
 from moe_jax.layers.compressor import Compressor
-from moe_jax.layers.linear import Linear, matmul_precision
+from moe_jax.layers.linear import Linear, contract
 from moe_jax.layers.query_blocks import by_blocks, fitting_block
 from moe_jax.layers.rope import Rope
 
@@ -69,8 +69,7 @@ class Indexer(nnx.Module):
         factors = self.weights(x).astype(jnp.float32) * (self.heads**-0.5 * self.width**-0.5)  # [B, T, I]
 
         def best(_, q, factors, seen):
-            precision = matmul_precision(q.dtype)
-            products = jnp.einsum("bthi,bsi->btsh", q, keys, precision=precision, preferred_element_type=jnp.float32)
+            products = contract("bthi,bsi->btsh", q, keys)
             scores = jnp.sum(jax.nn.relu(products) * factors[:, :, None, :], axis=-1)  # [B, t, S]
             visible = jnp.arange(S, dtype=jnp.int32) < seen[:, :, None]
             values, ids = lax.top_k(jnp.where(visible, scores, -jnp.inf), self.top)

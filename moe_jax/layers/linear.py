@@ -36,6 +36,15 @@ def project(x: Array, weight: Array) -> Array:
     )
 
 
+def contract(spec: str, a: Array, b: Array) -> Array:
+    """einsum of a and b, which have one dtype, accumulated and returned in float32."""
+    precision = matmul_precision(a.dtype)
+    if not kernels_run_compiled():
+        # XLA's CPU backend refuses some of these products of narrow numbers; in float32 they are exact.
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
 def row_implementation(rows: int) -> str:
     """What `Linear` runs for `rows` rows: an implementation of `row_linear`, which takes one row; else "xla"."""
     return _compat.default_implementation() if rows == 1 else "xla"

@@ -21,7 +21,7 @@ from moe_jax.layers.attention import (
     fresh_attention,
     one_token,
 )
-from moe_jax.layers.linear import Linear, matmul_precision
+from moe_jax.layers.linear import Linear, contract
 from moe_jax.layers.norm import Normed, RMSNorm
 from moe_jax.layers.rope import apply_rope, apply_rope_pairs
 from pallas_kernels.paged_attention import paged_decode_attention
@@ -55,17 +55,16 @@ def latent_attention(
     Returns:
         [B, T, N, R] in q_latent's dtype; rows of dead tokens are meaningless but finite.
     """
-    precision = matmul_precision(q_latent.dtype)
     key_positions = jnp.arange(latent.shape[1], dtype=jnp.int32)
     stored = key_positions < lengths[:, None]  # [B, S]
     # Pages are recycled: 0 * NaN left behind by another sequence must not reach this one.
     latent = jnp.where(stored[:, :, None], latent, 0).astype(latent.dtype)
-    scores = jnp.einsum("btnr,bsr->bnts", q_latent, latent, precision=precision, preferred_element_type=jnp.float32)
-    scores += jnp.einsum("btnh,bsh->bnts", q_rope, k_rope, precision=precision, preferred_element_type=jnp.float32)
+    scores = contract("btnr,bsr->bnts", q_latent, latent)
+    scores += contract("btnh,bsh->bnts", q_rope, k_rope)
     visible = (key_positions <= positions[:, :, None]) & stored[:, None, :]  # [B, T, S]
     scores = jnp.where(visible[:, None], scores * scale, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q_latent.dtype)
-    out = jnp.einsum("bnts,bsr->btnr", weights, latent, precision=precision, preferred_element_type=jnp.float32)
+    out = contract("bnts,bsr->btnr", weights, latent)
     return out.astype(q_latent.dtype)
 
 
@@ -136,12 +135,9 @@ class LatentAttention(nnx.Module):
 
     def _absorbed(self, q_nope: Array, q_rope: Array, kv: PagedKV, call: AttentionCall) -> Array:
         """Attention over the latents in the cache: [B, T, N, Hv]."""
-        precision = matmul_precision(q_nope.dtype)
         up = self.kv_up.weight[...].reshape(self.num_heads, self.nope_dim + self.v_dim, self.latent_dim)
         to_key, to_value = jnp.split(up, (self.nope_dim,), axis=1)
-        q_latent = jnp.einsum(
-            "btnh,nhr->btnr", q_nope, to_key, precision=precision, preferred_element_type=jnp.float32
-        ).astype(q_nope.dtype)
+        q_latent = contract("btnh,nhr->btnr", q_nope, to_key).astype(q_nope.dtype)
         if call.implementation in KERNELS:
             pools = kv.pages[self.layer]
             latents, rotary = (pools[name][:, :, None] for name in ("latent", "k_rope"))  # one key head
@@ -157,9 +153,7 @@ class LatentAttention(nnx.Module):
         else:
             latent, k_rope = kv.gather(self.layer, "latent"), kv.gather(self.layer, "k_rope")
             out = latent_attention(q_latent, q_rope, latent, k_rope, call.positions, kv.lengths, scale=self.scale)
-        return jnp.einsum(
-            "btnr,nvr->btnv", out, to_value, precision=precision, preferred_element_type=jnp.float32
-        ).astype(q_nope.dtype)
+        return contract("btnr,nvr->btnv", out, to_value).astype(q_nope.dtype)
 
     def _expanded(self, q: Array, kv: PagedKV, call: AttentionCall) -> Array:
         """Attention over keys and values made from the latents in the cache: q [B, T, N, H + Hr] -> [B, T, N, Hv]."""

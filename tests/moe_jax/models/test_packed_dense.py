@@ -96,7 +96,20 @@ def test_a_packed_layer(form, implementation, monkeypatch):
         kept.pack(form, parts)
 
 
-def test_a_prepared_checkpoint_has_none(tiny, tmp_path):
-    prepare(tiny("mixtral"), tmp_path / "rows", progress=False)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("deepseek_v2", "deepseek_v3_fp8", "deepseek_v4_fp4"))
+def test_two_sequences_in_bfloat16_on_a_cpu(name, tiny):
+    """XLA's CPU backend refuses some products of bfloat16 with float32 results."""
+    with MoE(tiny(name), COMMON | {"dtype": "bfloat16", "transport": "device"}) as moe:
+        ids = moe.generate(np.array([PROMPT, PROMPT]), 6, eos_token_id=[])
+    assert ids.shape == (2, len(PROMPT) + 6) and (ids[0] == ids[1]).all()
+
+
+def test_a_prepared_checkpoint_has_none(tiny, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    prepare(tiny("mixtral"), "../rows", progress=False)  # orbax takes no path that leads up
+    with MoE("../rows", COMMON) as moe:
+        assert len(moe.generate(np.array(PROMPT), 2, eos_token_id=[])) == len(PROMPT) + 2
     with pytest.raises(ConfigError, match="dense_weights='packed': a prepared checkpoint holds decoded dense weights"):
         MoE(tmp_path / "rows", COMMON | {"dense_weights": "packed"})
