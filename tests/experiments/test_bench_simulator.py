@@ -55,3 +55,17 @@ def test_each_policy_in_both_scopes(command, trace):
     one, both = (bundled_trace().select(requests) for requests in ([0], [0, 1]))
     steps = {"layer": len(set(both.step)), "global": len(set(one.step))}
     assert {scope: int(events.replace(",", "")) for scope, events in rows} == {k: 8 * n for k, n in steps.items()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policies", "nosuch"), "nosuch"),
+        (("--policies", "arc"), "none can be compiled"),
+        (("--contract", "foo"), "must be one of"),
+        (("--trace", "/missing.npz"), "missing.npz"),
+    ],
+)
+def test_bad_options_are_refused_at_once(command, arguments, message):
+    done = CliRunner().invoke(command, arguments, env={"COLUMNS": "160"})
+    assert done.exit_code == 2 and message in " ".join(done.output.split())
