@@ -24,7 +24,7 @@ import numpy as np
 import typer
 from _outputs import check_writable, write_json
 from plan import read_model
-from random_checkpoint import MODELS, write_checkpoint
+from random_checkpoint import Directory, Layers, Make, check_make, write_checkpoint
 from rich.console import Console
 from rich.table import Table
 from typer import Option
@@ -176,9 +176,9 @@ def bench(directory, share, host_share, predictors, offload_path, tokens, contex
 
 
 def main(
-    directory: Annotated[Path, typer.Argument(help="the checkpoint; with --make, a new directory for it")],
-    make: Annotated[str | None, Option(help=f"write this model first, one of {', '.join(MODELS)}")] = None,
-    layers: Annotated[int | None, Option(help="with --make: decoder layers (default: all of the model)")] = None,
+    directory: Directory,
+    make: Make = None,
+    layers: Layers = None,
     dry: Annotated[
         bool, Option("--dry", help="with --make: its tiny configuration, to see on any machine that it runs")
     ] = False,
@@ -194,8 +194,7 @@ def main(
     out: Annotated[Path | None, Option(help="write the figures as JSON")] = None,
 ):
     """Measures decoding with experts on disk."""
-    if make is None and (layers is not None or dry):
-        raise typer.BadParameter("--layers and --dry belong to --make")
+    check_make(make, layers, dry)
     for name, value in (("--share", share), ("--host-share", host_share)):
         if not 0 < value <= 1:
             raise typer.BadParameter(f"{name} {value}: a share is more than 0 and at most 1")

@@ -20,7 +20,7 @@ import typer
 from _outputs import check_writable, shares_of, write_json
 from _report import figures
 from bench_decode import head_seconds
-from random_checkpoint import MODELS, write_checkpoint
+from random_checkpoint import Directory, Layers, Make, check_make, write_checkpoint
 from rich.console import Console
 from rich.table import Table
 from typer import Option
@@ -164,9 +164,9 @@ def bench(directory: Path, transports, shares, tokens, context, repeats, decode_
 
 
 def main(
-    directory: Annotated[Path, typer.Argument(help="the checkpoint; with --make, a new directory for it")],
-    make: Annotated[str | None, Option(help=f"write this model first, one of {', '.join(MODELS)}")] = None,
-    layers: Annotated[int | None, Option(help="with --make: decoder layers (default: all of the model)")] = None,
+    directory: Directory,
+    make: Make = None,
+    layers: Layers = None,
     dry: Annotated[
         bool, Option(help="with --make: its tiny configuration, to see on any machine that it runs")
     ] = False,
@@ -183,20 +183,17 @@ def main(
     out: Annotated[Path | None, Option(help="write the figures as JSON")] = None,
 ):
     """Measures loading and decoding of one checkpoint."""
-    if make is None and (layers is not None or dry):
-        raise typer.BadParameter("--layers and --dry belong to --make")
+    check_make(make, layers, dry)
     if context is None:
         context = 16 if dry else 64  # tiny configurations have 128 positions
-    if pinned_memory not in WAYS:
-        raise typer.BadParameter(f"--pinned-memory {pinned_memory}: must be {' or '.join(WAYS)}")
-    if dense_weights not in DENSE_WEIGHTS:
-        raise typer.BadParameter(f"--dense-weights {dense_weights}: must be {' or '.join(DENSE_WEIGHTS)}")
     slot_shares = shares_of(shares, "--shares", most=1.0)
-    if out:
-        try:
+    held = {"pinned_memory": pinned_memory, "dense_weights": dense_weights}
+    try:
+        OffloadConfig(**held)
+        if out:
             check_writable("--out", out)
-        except OSError as error:
-            raise typer.BadParameter(str(error)) from error
+    except (MoEJaxError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
     wanted = transports.split(",")
     if unknown := sorted(set(wanted) - {"device", "callback"}):
         raise typer.BadParameter(f"--transports: {', '.join(unknown)} must be device or callback")
@@ -224,7 +221,7 @@ def main(
             context,
             repeats,
             decode_chunk,
-            {"pinned_memory": pinned_memory, "dense_weights": dense_weights},
+            held,
             ceilings,
             source_of(directory, make is not None),
         )

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import typer
 from _outputs import check_writable, write_json
-from random_checkpoint import MODELS, write_checkpoint
+from random_checkpoint import Directory, Layers, Make, check_make, write_checkpoint
 from rich.console import Console
 from rich.table import Table
 from typer import Option
@@ -90,9 +90,9 @@ def measure(directory: Path, settings: OffloadConfig, tolerance: float) -> list[
 
 
 def main(
-    directory: Annotated[Path, typer.Argument(help="the checkpoint; with --make, a new directory for it")],
-    make: Annotated[str | None, Option(help=f"write this model first, one of {', '.join(MODELS)}")] = None,
-    layers: Annotated[int | None, Option(help="with --make: decoder layers (default: all of the model)")] = None,
+    directory: Directory,
+    make: Make = None,
+    layers: Layers = None,
     dry: Annotated[
         bool, Option("--dry", help="with --make: its tiny configuration, to see on any machine that it runs")
     ] = False,
@@ -106,8 +106,7 @@ def main(
     out: Annotated[Path | None, Option(help="write the figures as JSON")] = None,
 ):
     """Compares planned with measured memory."""
-    if make is None and (layers is not None or dry):
-        raise typer.BadParameter("--layers and --dry belong to --make")
+    check_make(make, layers, dry)
     if unknown := sorted(set(transports.split(",")) - {"device", "callback"}):
         raise typer.BadParameter(f"--transports: {', '.join(unknown)} must be device or callback")
     logging.basicConfig(level=logging.WARNING)

@@ -202,6 +202,17 @@ MODELS = {
     "qwen3.5-35b-a3b": Model("qwen3_5_moe_released"),
 }
 
+# Options of scripts that read a checkpoint and can write it first.
+Directory = Annotated[Path, typer.Argument(help="the checkpoint; with --make, a new directory for it")]
+Make = Annotated[str | None, typer.Option(help=f"write this model first, one of {', '.join(MODELS)}")]
+Layers = Annotated[int | None, typer.Option(help="with --make: decoder layers (default: all of the model)")]
+
+
+def check_make(make: str | None, layers: int | None, dry: bool) -> None:
+    """Raises typer.BadParameter if an option that only means something beside --make is given without it."""
+    if make is None and (layers is not None or dry):
+        raise typer.BadParameter("--layers and --dry belong to --make")
+
 
 def config_of(name: str, layers: int | None = None, tiny: bool = False) -> dict:
     """config.json of a model: as released with its first `layers` layers (None: all), or that of its tiny recipe.

@@ -12,6 +12,7 @@ import mmap
 import os
 import time
 import weakref
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,9 +41,9 @@ class HostMemoryError(MemoryError):
     """Pinned host memory could not be had."""
 
 
-def pinned_zeros(shape, dtype, device=None):
-    """A `pinned_host` jax array of zeros that jax allocates, on `device` (default: the first)."""
-    sharding = SingleDeviceSharding(device or jax.devices()[0], memory_kind="pinned_host")
+def pinned_zeros(shape, dtype):
+    """A `pinned_host` jax array of zeros that jax allocates, of the first device."""
+    sharding = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     # Made on the device and moved: XLA needs a device temporary of this size.
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
 
@@ -84,7 +85,7 @@ def _platform() -> str:
     return jax.devices()[0].platform
 
 
-class PinnedMemory:
+class PinnedMemory(ABC):
     """What `open_pinned` returns. Owner: who opened it.
 
     Attributes:
@@ -102,8 +103,9 @@ class PinnedMemory:
         self._arrays.append(array)
         return array
 
-    def _make(self, shape, dtype):
-        raise NotImplementedError
+    @abstractmethod
+    def _make(self, shape: tuple[int, ...], dtype: np.dtype):
+        """The array of `take`."""
 
     def close(self):
         """Frees all arrays, which no running program may use, and views of them. Safe to call twice."""
