@@ -215,6 +215,28 @@ def test_how_many_tiles_are_read_at_a_time_changes_no_sum(form, B):
         assert deposited == banks
 
 
+@pytest.mark.parametrize("form", [Dense(), MXFP4(), FP8(16), INT4(16, zeros=True)], ids=str)
+def test_tiles_are_read_at_a_time_where_they_say(form):
+    """`unroll_missing` is for rows of the pool, `unroll` alone for both: seen by the reads and writes of the kernels."""
+    size = {"D": 160, "F": 16}
+    spec = replace(V4, gate_up=form)
+    rows = random_rows(np.random.default_rng(4), spec, "float32", **size)
+    tile = {"block_in": 16} if isinstance(form, Dense) else {"units": 1}
+    x, one = jnp.zeros((1, size["D"])), jnp.ones(1, jnp.int32)
+
+    def places(pool, **unroll):
+        step = functools.partial(
+            decode.expert_ffn_decode, distinct=1, spec=spec, tiles={"gate_up": tile | unroll}, interpret=True
+        )
+        return str(jax.make_jaxpr(step)(x, one, one, one, one, rows, pool)).count(" <- ")
+
+    resident = places(None, unroll=1)
+    assert places(None, unroll=1, unroll_missing=2) == resident > 0
+    assert places(None, unroll=2) > resident
+    both = places(rows, unroll=1)
+    assert both < places(rows, unroll=1, unroll_missing=2) < places(rows, unroll=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES + PACKED_KERNELS, ids=str)
 def test_round(case):
