@@ -217,7 +217,7 @@ def test_how_many_tiles_are_read_at_a_time_changes_no_sum(form, B):
 
 @pytest.mark.parametrize("form", [Dense(), MXFP4(), FP8(16), INT4(16, zeros=True)], ids=str)
 def test_tiles_are_read_at_a_time_where_they_say(form):
-    """`unroll_missing` is for rows of the pool, `unroll` alone for both: seen by the reads and writes of the kernels."""
+    """`unroll_missing` is for rows of the pool, `unroll` alone for both: seen by the kernels' reads and writes."""
     size = {"D": 160, "F": 16}
     spec = replace(V4, gate_up=form)
     rows = random_rows(np.random.default_rng(4), spec, "float32", **size)
