@@ -13,11 +13,14 @@ says what an expert computes and how its row is stored. `implementation` is
 from pallas_kernels.expert_ffn import decode, grouped, ref
 from pallas_kernels.expert_ffn.layout import group_pairs
 from pallas_kernels.expert_ffn.spec import SILU, ExpertSpec
+from pallas_kernels.expert_ffn.staging import Prefix, Staging
 
 __all__ = [
     "IMPLEMENTATIONS",
     "SILU",
     "ExpertSpec",
+    "Prefix",
+    "Staging",
     "expert_ffn_decode",
     "expert_ffn_round",
     "group_pairs",
@@ -27,17 +30,18 @@ IMPLEMENTATIONS = ("pallas", "interpret", "xla")
 
 
 def expert_ffn_decode(
-    x, rows, src, deposit, count, banks, pool, *, distinct, implementation, between=None, spec=SILU, fetch="xla"
-):
-    """See `decode.expert_ffn_decode` for the arguments; returns y [distinct, B, D] f32 and the banks.
+    x, rows, src, deposit, count, banks, pool, *, distinct, implementation, between=None, spec=SILU, fetch="xla",
+    staging=None,
+):  # fmt: skip
+    """See `decode.expert_ffn_decode` for the arguments; returns y [distinct, B, D] f32 and the banks, and `staging` if
+    there is one.
 
     fetch: how "xla" moves missing rows, an implementation of `pallas_kernels.fetch_rows`; the kernels read them.
     Raises ValueError for an unknown implementation and for a `spec` that the kernels do not serve.
     """
     if implementation == "xla":
-        return ref.expert_ffn_decode(
-            x, rows, src, deposit, count, banks, pool, distinct=distinct, between=between, spec=spec, fetch=fetch
-        )
+        options = {"distinct": distinct, "between": between, "spec": spec, "fetch": fetch, "staging": staging}
+        return ref.expert_ffn_decode(x, rows, src, deposit, count, banks, pool, **options)
     return decode.expert_ffn_decode(
         x,
         rows,
@@ -50,6 +54,7 @@ def expert_ffn_decode(
         between=between,
         spec=spec,
         interpret=_interpret(implementation, spec),
+        staging=staging,
     )
 
 

@@ -10,10 +10,13 @@ Activation, biases and formats are those of an `ExpertSpec`; `packed.py` multipl
 
 A program whose expert is resident streams its tile from the bank. Otherwise it streams the tile from the pool
 (`pinned_host`, over the link), uses it, and deposits it in the bank in the same pass unless the policy bypasses the
-expert. The arithmetic is the same either way, so the result does not depend on what was resident, bit for bit.
+expert. If its block was brought ahead (`staging.py`), it comes from the staging row instead. The arithmetic is the same
+in all cases, so the result does not depend on what was resident or staged, bit for bit.
 """
 
 import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,7 @@ import jax.numpy as jnp
 from pallas_kernels._compat import call, divisor_block, fma, load, pl, pltriton, store
 from pallas_kernels.expert_ffn import packed
 from pallas_kernels.expert_ffn.spec import SILU
+from pallas_kernels.expert_ffn.staging import staging_row
 from pallas_kernels.expert_ffn.tiles import resolve_tiles, tiles_key
 from pallas_kernels.formats import Dense
 from pallas_kernels.tile_table import with_measured
@@ -82,36 +86,63 @@ def _add_bias(values, bias_ref, row, outs, *, deposit_ref=None, deposit_row=None
     return new
 
 
-def _split(refs, parts, offload):
-    """The refs of a kernel by role: (operand, rows, src, deposit, count, banks, pools, output, bank outputs)."""
-    operand, row_ref, *refs = refs
-    src_ref, dep_ref = (refs.pop(0), refs.pop(0)) if offload else (None, None)
-    count_ref = refs.pop(0)
-    banks, refs = refs[:parts], refs[parts:]
+class _Refs(NamedTuple):
+    """The refs of a kernel by role. Without offloading src, deposit and pools are None; staged ones are None where
+    nothing of the kernel's tensors is staged."""
+
+    operand: Any
+    rows: Any
+    src: Any
+    deposit: Any
+    count: Any
+    banks: Any
+    pools: Any
+    staged_ids: Any
+    staged: Any
+    out: Any
+    bank_outs: Any
+
+
+def _split(refs, parts, offload, staged) -> _Refs:
+    """refs: operand, rows, [src, deposit,] count, banks, [pools, [staging ids, staging rows]], output, [banks, [staging
+    rows]]; those in brackets with `offload`, and with `staged` output rows."""
+    operand, rows, *refs = refs
     if not offload:
-        return operand, row_ref, src_ref, dep_ref, count_ref, banks, None, refs[0], None
-    return operand, row_ref, src_ref, dep_ref, count_ref, banks, refs[:parts], refs[parts], refs[parts + 1 :]
+        count, *banks, out = refs
+        return _Refs(operand, rows, None, None, count, banks, None, None, None, out, None)
+    src, deposit, count, *refs = refs
+    banks, pools, refs = refs[:parts], refs[parts : 2 * parts], refs[2 * parts :]
+    ids, held = None, None
+    if staged:
+        ids, held, refs = refs[0], refs[1 : 1 + parts], refs[1 + parts :]
+    return _Refs(operand, rows, src, deposit, count, banks, pools, ids, held, refs[0], refs[1 : 1 + parts])
 
 
-def _from_row(row_ref, src_ref, deposit_ref, u, banks, pools, bank_outs, use):
+def _from_row(refs, u, in_prefix, use):
     """Calls `use(row tensors, row, deposit targets or None, missing, ...)` with a resident expert's bank row, else the
-    pool's.
+    staging row that holds it, if the block is `in_prefix`, else the pool's.
 
     The row tensors are the weights and, if any, their bias.
     """
-    row = row_ref[u]
-    if pools is None:
-        use(banks, row, None, False)
+    row = refs.rows[u]
+    if refs.pools is None:
+        use(refs.banks, row, None, False)
         return
-    src = src_ref[u]
+    src = refs.src[u]
 
     @pl.when(src < 0)
     def _resident():
-        use(banks, row, None, False)
+        use(refs.banks, row, None, False)
 
-    @pl.when(src >= 0)
-    def _missing():
-        use(pools, src, bank_outs, True, deposit_row=row, deposit=deposit_ref[u] != 0)
+    def missing(tensors, at, over_link):
+        use(tensors, at, refs.bank_outs, over_link, deposit_row=row, deposit=refs.deposit[u] != 0)
+
+    if refs.staged is None:
+        pl.when(src >= 0)(lambda: missing(refs.pools, src, True))
+        return
+    held = jnp.where(in_prefix, staging_row(refs.staged_ids, src, refs.staged[0].shape[0]), -1)
+    pl.when((src >= 0) & (held >= 0))(lambda: missing(refs.staged, held, False))
+    pl.when((src >= 0) & (held < 0))(lambda: missing(refs.pools, src, True))
 
 
 def _outputs(form, x_ref, x_row, tensors, row, outs, n_in, targets, missing, *, n_out, tile, batch, **deposit):
@@ -140,38 +171,38 @@ def _outputs(form, x_ref, x_row, tensors, row, outs, n_in, targets, missing, *, 
     return _add_bias(values, bias[0], row, outs, deposit_ref=bias_target[0], **deposit) if bias else values
 
 
-def _gate_up_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, parts, spec):
-    x_ref, row_ref, src_ref, dep_ref, count_ref, banks, pools, h_ref, bank_outs = _split(refs, parts, offload)
+def _gate_up_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, staged, parts, spec):
+    refs = _split(refs, parts, offload, staged)
     u, j = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(u < count_ref[0])
+    @pl.when(u < refs.count[0])
     def _():
         def use(tensors, row, targets, missing, **deposit):
             first = j * block_out
             outs = [(start, block_out) for start in ((first, n_out + first) if spec.gated else (first,))]
-            operands = (spec.gate_up, x_ref, None, tensors, row, outs, n_in, targets, missing)
+            operands = (spec.gate_up, refs.operand, None, tensors, row, outs, n_in, targets, missing)
             products = _outputs(*operands, n_out=n_out, tile=tile, batch=batch, **deposit)
-            h = spec.activate(*products).astype(h_ref.dtype)
+            h = spec.activate(*products).astype(refs.out.dtype)
             cols = pl.ds(j * block_out, block_out)
-            store(h_ref.at[u, cols] if batch == 1 else h_ref.at[u, pl.ds(0, batch), cols], h)
+            store(refs.out.at[u, cols] if batch == 1 else refs.out.at[u, pl.ds(0, batch), cols], h)
 
-        _from_row(row_ref, src_ref, dep_ref, u, banks, pools, bank_outs, use)
+        _from_row(refs, u, (j + 1) * block_out <= staged, use)
 
 
-def _down_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, parts, spec):
-    h_ref, row_ref, src_ref, dep_ref, count_ref, banks, pools, y_ref, bank_outs = _split(refs, parts, offload)
+def _down_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, staged, parts, spec):
+    refs = _split(refs, parts, offload, staged)
     u, j = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(u < count_ref[0])
+    @pl.when(u < refs.count[0])
     def _():
         def use(tensors, row, targets, missing, **deposit):
             outs = [(j * block_out, block_out)]
-            operands = (spec.down, h_ref, u, tensors, row, outs, n_in, targets, missing)
+            operands = (spec.down, refs.operand, u, tensors, row, outs, n_in, targets, missing)
             (y,) = _outputs(*operands, n_out=n_out, tile=tile, batch=batch, **deposit)
             cols = pl.ds(j * block_out, block_out)
-            store(y_ref.at[u, cols] if batch == 1 else y_ref.at[u, pl.ds(0, batch), cols], y)
+            store(refs.out.at[u, cols] if batch == 1 else refs.out.at[u, pl.ds(0, batch), cols], y)
 
-        _from_row(row_ref, src_ref, dep_ref, u, banks, pools, bank_outs, use)
+        _from_row(refs, u, (j + 1) * block_out <= staged, use)
 
 
 def _least_tile(batch: int) -> int:
@@ -230,10 +261,11 @@ def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SIL
     return with_measured(decode_key(width, model, batch, itemsize, spec), formula)
 
 
-def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, between, spec):
+def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, between, spec, staging=None):
     tiles = {name: dict(t) for name, t in tiles}
     batch, model = x.shape
     offload = pool is not None
+    held = {} if staging is None else dict(staging.rows)
     padded = _padded(batch)
     width = spec.outs("gate_up", banks["gate_up"].shape[1])[0]
     if batch == 1:
@@ -249,10 +281,16 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
         parts = spec.parts(name)
         used = [banks[part] for part in parts]
         out = [jax.ShapeDtypeStruct(out_shape, out_dtype)]
+        staged = 0 if staging is None else getattr(staging.prefix, name)
         if offload:
-            args = (operand, rows, src, deposit, count, *used, *[pool[part] for part in parts])
-            out += [jax.ShapeDtypeStruct(bank.shape, bank.dtype) for bank in used]
+            args = [operand, rows, src, deposit, count, *used, *[pool[part] for part in parts]]
             aliases = {5 + i: 1 + i for i in range(len(parts))}
+            if staged:
+                # Aliased, though the kernel only reads them: who fills the rows next then depends on this kernel.
+                used = [*used, *[held[part] for part in parts]]
+                aliases |= {len(args) + 1 + i: 1 + len(parts) + i for i in range(len(parts))}
+                args += [staging.ids, *used[len(parts) :]]
+            out += [jax.ShapeDtypeStruct(row.shape, row.dtype) for row in used]
         else:
             args, aliases = (operand, rows, count, *used), {}
         body = functools.partial(
@@ -263,6 +301,7 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
             block_out=t["block_out"],
             tile={name: t[name] for name in ("block_in", "units", "unroll", "unroll_missing") if name in t},
             offload=offload,
+            staged=staged,
             parts=len(parts),
             spec=spec,
         )
@@ -276,7 +315,10 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
             input_output_aliases=aliases,
             interpret=interpret,
         )(*args)
-        return result[0], dict(zip(parts, result[1:] if offload else used, strict=True))
+        after = result[1:] if offload else used
+        if offload and staged:
+            held.update(zip(parts, after[len(parts) :], strict=True))
+        return result[0], dict(zip(parts, after[: len(parts)], strict=True))
 
     h, gate_up = launch(_gate_up_kernel, "gate_up", x_in, h_shape, x.dtype, model, width)
     banks = {**banks, **gate_up}
@@ -284,15 +326,17 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
         banks = between(h, banks)
     y, down = launch(_down_kernel, "down", h, y_shape, jnp.float32, width, model)
     y = y[:, None, :] if batch == 1 else y[:, :batch]
-    return y, {**banks, **down}
+    banks = {**banks, **down}
+    return (y, banks) if staging is None else (y, banks, replace(staging, rows=held))
 
 
 _run_cached = jax.jit(_run, static_argnums=(7, 8, 9, 10, 11))
 
 
 def expert_ffn_decode(
-    x, rows, src, deposit, count, banks, pool, *, distinct, between=None, spec=SILU, tiles=None, interpret=False
-):
+    x, rows, src, deposit, count, banks, pool, *, distinct, between=None, spec=SILU, tiles=None, interpret=False,
+    staging=None,
+):  # fmt: skip
     """Expert FFN of a few tokens through slots: every distinct expert on every token.
 
     Args:
@@ -311,9 +355,11 @@ def expert_ffn_decode(
         [U, B or more, F].
       spec: `ExpertSpec` of which `without_kernel` says nothing.
       tiles: overrides of `decode_tiles` (for the benchmarks).
+      staging: `Staging` of rows of `pool`, of which the whole blocks in its prefix are read there; None: of none.
 
     Returns:
-      y [U, B, D] f32 (entries past `count` are undefined) and the banks.
+      y [U, B, D] f32 (entries past `count` are undefined) and the banks; with `staging` that too, unchanged: what fills
+      its rows anew must take them from here, or XLA copies them.
 
     Raises:
       ValueError: tiles that do not divide F and D; packed rows that do not fill their words.
@@ -324,4 +370,4 @@ def expert_ffn_decode(
     static = resolve_tiles(default, tiles, width=width, model=model, least=_least_tile(batch))
     # With a hook the kernels are traced in place: what it does belongs to the caller's program.
     run = _run if between is not None else _run_cached
-    return run(x, rows, src, deposit, count, banks, pool, distinct, static, interpret, between, spec)
+    return run(x, rows, src, deposit, count, banks, pool, distinct, static, interpret, between, spec, staging)

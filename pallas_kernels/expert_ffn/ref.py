@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.dequant_gemm.ref import product
 from pallas_kernels.expert_ffn.spec import SILU, ExpertSpec
+from pallas_kernels.expert_ffn.staging import Staging, regions
 from pallas_kernels.fetch_rows import fetch_rows
 
 
@@ -26,14 +28,36 @@ def _row(banks, index):
     return {name: jax.lax.dynamic_index_in_dim(bank, index, keepdims=False) for name, bank in banks.items()}
 
 
-def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, between=None, spec=SILU, fetch="xla"):
+def _from_staging(rows, src, count, banks, staging: Staging, spec):
+    """The banks with the staged parts of missing rows in the place of the pool's."""
+    entries = jnp.arange(src.shape[0], dtype=jnp.int32) < count[0]
+    shapes = {name: bank.shape[1:] for name, bank in banks.items()}
+    banks = dict(banks)
+    for p in range(staging.ids.shape[0]):
+        wanted = entries & (src >= 0) & (src == staging.ids[p])
+        row, held = rows[jnp.argmax(wanted)], jnp.any(wanted)
+        for name, spans in regions(staging.prefix, spec, shapes).items():
+            bank, given = banks[name], staging.rows[name][p]
+            for start, stop in spans:
+                place = (row, np.int32(start), *[np.int32(0)] * (bank.ndim - 2))
+                now = jax.lax.dynamic_slice(bank, place, (1, stop - start, *bank.shape[2:]))
+                bank = jax.lax.dynamic_update_slice(bank, jnp.where(held, given[start:stop][None], now), place)
+            banks[name] = bank
+    return banks
+
+
+def expert_ffn_decode(
+    x, rows, src, deposit, count, banks, pool, *, distinct, between=None, spec=SILU, fetch="xla", staging=None
+):
     """As `pallas_kernels.expert_ffn.decode.expert_ffn_decode`; a bypassed expert passes through its (free) bank row.
 
-    fetch: implementation of `fetch_rows`, which moves the missing rows first.
+    fetch: implementation of `fetch_rows`, which moves the missing rows first; the staged parts are then laid over them.
     """
     del deposit
     if pool is not None:
         banks = fetch_rows(rows, src, count, banks, pool, distinct=distinct, implementation=fetch)
+        if staging is not None:
+            banks = _from_staging(rows, src, count, banks, staging, spec)
 
     def each(body, tensor, like):
         """body(u, row) for every valid entry, with what `tensor` needs of its row: [distinct, B, width of `like`]."""
@@ -51,7 +75,8 @@ def expert_ffn_decode(x, rows, src, deposit, count, banks, pool, *, distinct, be
     if between is not None:
         banks = between(h, banks)
     out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return each(lambda u, row: product(h[u], *_weights(row, "down", width, spec, dtype)), "down", out), banks
+    y = each(lambda u, row: product(h[u], *_weights(row, "down", width, spec, dtype)), "down", out)
+    return (y, banks) if staging is None else (y, banks, staging)
 
 
 def expert_ffn_round(x, y, layout, span, banks, *, block_rows, spec=SILU):

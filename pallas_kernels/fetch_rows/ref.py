@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
-def fetch_rows(rows, src, count, banks, pool):
+def fetch_rows(rows, src, count, banks, pool, *, regions=None):
     """As `pallas_kernels.fetch_rows.fetch_rows`.
 
     One row at a time by slice, then move, then an in-place update: the only form that is safe on a pinned_host operand.
@@ -18,8 +19,11 @@ def fetch_rows(rows, src, count, banks, pool):
         new = {}
         for name, bank in banks.items():
             row = jax.lax.dynamic_index_in_dim(pool[name], src[at], keepdims=False)
-            row = jax.device_put(row, jax.memory.Space.Device)
-            new[name] = jax.lax.dynamic_update_index_in_dim(bank, row, rows[at], 0)
+            for start, stop in ((0, row.shape[0]),) if regions is None else regions[name]:
+                part = jax.device_put(jax.lax.slice_in_dim(row, start, stop), jax.memory.Space.Device)
+                place = (rows[at], np.int32(start), *[np.int32(0)] * (part.ndim - 1))
+                bank = jax.lax.dynamic_update_slice(bank, part[None], place)
+            new[name] = bank
         return new
 
     return jax.lax.fori_loop(0, jnp.sum(wanted), move, banks)
