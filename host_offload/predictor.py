@@ -27,12 +27,15 @@ class Predictor(abc.ABC):
 
     `reads` names the per-step arrays of a trace that `observe` wants in `recorded`: "experts" (the truth, for the
     oracle) or the name of a `pred/<name>` array. `needs_fit` says that `init` needs a `fit` before.
+    `traceable` says that `observe` and `predict` may be traced into a compiled step, for which the shapes of the state
+    must not change with what was learned.
     `learned` names the entries of the state that `init` makes from what `fit` or `learn` found and nothing else: they
     may be replaced in the middle of a request.
     """
 
     name: str = ""
     needs_fit: bool = False
+    traceable: bool = True
     reads: tuple[str, ...] = ()
     learned: tuple[str, ...] = ()
     cost_us: float = 0.0

@@ -21,7 +21,7 @@ ROUND_BYTES = 64 << 20
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["banks", "slot_of", "owner", "resident", "counters", "policy", "step", "error", "record"],
+    data_fields=["banks", "slot_of", "owner", "resident", "counters", "policy", "step", "error", "ahead", "record"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class SlotCache:
     banks: row tensor name -> [rows, *shape]. slot_of: [L, E] int32 row of each resident expert, -1 if absent. owner:
     [rows] int32, `l * E + e` or -1. resident: [1] int32 occupied rows. counters: [L, 4] int32 hits, misses, bypasses,
     evictions since the last call. policy: the policy's state. step: int32 scalar, steps so far (the event clock is
-    step * L + layer). error: [1] int32, 1 after a fault in a callback. record: routing of the running step, a tuple
-    that grows by one entry a layer while a step is traced; empty between steps.
+    step * L + layer). error: [1] int32, 1 after a fault in a callback. ahead: what a step with prefetch keeps of it
+    (`transport/staged.py`), None without. record: routing of the running step, a tuple that grows by one entry a layer
+    while a step is traced; empty between steps.
     In the callback transport the tables live on the host, and slot_of, owner, resident, counters and policy are None
     here.
     """
@@ -45,6 +46,7 @@ class SlotCache:
     policy: Any
     step: jax.Array
     error: jax.Array
+    ahead: Any = None
     record: tuple = ()
 
 

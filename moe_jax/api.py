@@ -370,8 +370,7 @@ class MoE:
             changes = {"prefetch_budget": "auto", "prefetch_shutoff": True, "warm_start": None} | changes
         config = self.config.replace(**changes)
         check_prefetch(config, self.model_config)
-        settings = self._builder.prefetch(config)
-        budget = self._builder.budget(config)
+        settings, budget = self._builder.prefetch(config), self._builder.budget(config)
         wanted = policy if policy is not None else (self._chosen.select or self._chosen.given or config.policy)
         chosen = make_policy(wanted, config.transport, self._chosen.given)
         current = engine.transport
@@ -400,7 +399,7 @@ class MoE:
         rows = old.rows if config.transport != "resident" and old.name != "resident" else 0
         transport = builder.transport(config, chosen, bank_rows=rows)
         old.quiesce()
-        for leaf in jax.tree.leaves(engine.cache.banks):
+        for leaf in jax.tree.leaves((engine.cache.banks, engine.cache.ahead)):
             leaf.delete()  # before the new banks: there may be no room for both
         try:
             state = builder.state(transport, config)
@@ -454,6 +453,7 @@ class MoE:
                 "slot_bytes": budget.total * spec.row_bytes,
                 "spare_bytes": (transport.rows - budget.total) * spec.row_bytes,
                 "staging_bytes": transport.staging_rows * spec.row_bytes,
+                "prefetch_bytes": transport.prefetch_bytes,
                 "pool_bytes": pool.nbytes if pool else 0,
             },
             "lookahead": transport.lookahead.stats(spec.row_bytes) if transport.lookahead else None,

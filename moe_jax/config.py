@@ -135,11 +135,12 @@ class OffloadConfig:
             26th of the time on an H200 (26 GB/s).
         transport: how a missing expert reaches the device; "auto" chooses by hardware.
         policy: registered name of the cache policy.
-        prefetch: registered name of the predictor by which experts are fetched ahead of need in the transport
-            `callback`, or None ("none" means the same).
+        prefetch: registered name of the predictor by which experts are fetched ahead of need in the transports
+            `callback` and `device`, or None ("none" means the same).
         prefetch_budget: most bytes that one layer's event may prefetch, an int or text such as "32MiB"; "auto": what
-            begins to move before it is needed.
-        prefetch_shutoff: measure for each layer whether prefetch makes it faster, and leave it off where it does not.
+            begins to move before it is needed, in the transport `device` 2 MiB.
+        prefetch_shutoff: leave prefetch off for the layers that it does not help: `callback` times them with and
+            without, `device` counts how many of the fetched rows were used.
         warm_start: file with what predictors have learned of this checkpoint: read when the model is loaded, if it is
             there, and written when it is closed; None learns anew each time.
         scope: "layer" (each MoE layer has its own slots) or "global" (one pool).
@@ -255,11 +256,10 @@ class OffloadConfig:
                     f"{' and '.join(given)} {verb} no effect without a predictor: name one as prefetch, such as "
                     "'cross-layer+temporal', or leave it out"
                 )
-        elif self.transport not in ("auto", "callback"):
-            why = "moves experts inside the compiled program" if self.transport == "device" else "misses no expert"
+        elif self.transport == "resident":
             raise ConfigError(
-                f"prefetch={self.prefetch!r} does not go with transport={self.transport!r}, which {why}: use "
-                "transport='callback', or leave prefetch out"
+                f"prefetch={self.prefetch!r} does not go with transport='resident', which misses no expert: use "
+                "transport='device' or 'callback', or leave prefetch out"
             )
 
     def _check_cache_size(self) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from host_offload.capacity import SlotBudget, resolve_slots
 from host_offload.disk_tier import rows_within, tier_bytes
 from host_offload.prefetch import reserve_rows
+from host_offload.prefetch.staging import AUTO_BUDGET, MOST_ROWS
 from host_offload.slots import round_group, spare_rows
 from host_offload.store import RowSpec
 from host_offload.transport.lookahead import lookahead_rows
@@ -46,8 +47,9 @@ class MemoryPlan:
     transport, transport_why: the resolved transport and the reason. max_sequence_length: longest sequence in tokens.
     device_bytes: memory that jax may use on the device, None on a CPU. dense_bytes: parameters but the experts.
     kv_bytes, kv_pages: the KV pool with its trash page. state_bytes: states and kept sources of the largest batch.
-    workspace_bytes: left for activations. staging_bytes: for rows that long prompts move ahead. slots: the
-    `SlotBudget`. spare_rows: rows beside the slots, those for prefetch included. pool_bytes: pinned host memory.
+    workspace_bytes: left for activations. staging_bytes: for rows that long prompts move ahead. prefetch_bytes: most
+    for rows that the transport `device` stages. slots: the `SlotBudget`. spare_rows: rows beside the slots, in the
+    transport `callback` those for prefetch included. pool_bytes: pinned host memory.
     host_rows: experts that have a row there: all, none if resident, or some if the others are read from disk; disk_why:
     why these are, None if none is.
     """
@@ -62,6 +64,7 @@ class MemoryPlan:
     state_bytes: int
     workspace_bytes: int
     staging_bytes: int
+    prefetch_bytes: int
     slots: SlotBudget
     spare_rows: int
     pool_bytes: int
@@ -71,7 +74,8 @@ class MemoryPlan:
     @property
     def reserved_bytes(self) -> int:
         """Device bytes for all but experts."""
-        return self.dense_bytes + self.kv_bytes + self.state_bytes + self.workspace_bytes + self.staging_bytes
+        ahead = self.staging_bytes + self.prefetch_bytes
+        return self.dense_bytes + self.kv_bytes + self.state_bytes + self.workspace_bytes + ahead
 
     @property
     def spare_bytes(self) -> int:
@@ -100,6 +104,7 @@ class MemoryPlan:
             "slot_bytes": self.slots.nbytes,
             "spare_bytes": self.spare_bytes,
             "staging_bytes": self.staging_bytes,
+            "prefetch_bytes": self.prefetch_bytes,
             "pool_bytes": self.pool_bytes,
         }
 
@@ -115,15 +120,30 @@ def max_pairs(cfg: ModelConfig, config: OffloadConfig) -> int:
 
 
 def prefetch_rows(cfg: ModelConfig, config: OffloadConfig, spec: RowSpec) -> int:
-    """Rows of the bank for prefetched experts. Raises ConfigError for a budget that not even one expert fits in."""
+    """Rows for prefetched experts: in the transport `callback` of the bank, in `device` beside it.
+
+    Raises ConfigError for a budget that not even one expert fits in, in `callback`, which fetches whole rows.
+    """
     if not config.prefetch:
         return 0
+    if config.transport == "device":
+        return staged_rows(spec, staging_budget(config))
     if config.prefetch_budget != "auto" and config.prefetch_budget < spec.row_bytes:
         raise ConfigError(
             f"prefetch_budget={config.prefetch_budget}: an expert takes {spec.row_bytes} bytes, so nothing would be "
             "prefetched; give at least that, or 'auto'"
         )
     return reserve_rows(spec.L, spec.E, cfg.num_experts_per_tok)
+
+
+def staging_budget(config: OffloadConfig) -> int:
+    """Bytes that the transport `device` may stage for an event."""
+    return AUTO_BUDGET if config.prefetch_budget == "auto" else config.prefetch_budget
+
+
+def staged_rows(spec: RowSpec, budget: int) -> int:
+    """P: how many experts of an event are staged for `budget` bytes, one if they cannot be staged whole."""
+    return min(MOST_ROWS, spec.E, max(1, budget // spec.row_bytes))
 
 
 def plan_memory(
@@ -163,13 +183,17 @@ def plan_memory(
     experts = spec.L * spec.E * spec.row_bytes
     transport, why = _choose_transport(config, device_bytes, reserved + spare * spec.row_bytes + experts)
     pool_bytes, host_rows, disk_why = _plan_host(config, spec, transport, spare, host_bytes)
-    spare += prefetch_rows(cfg, config, spec)
+    staged = 0
+    if config.transport == "device":
+        staged = prefetch_rows(cfg, config, spec)
+    else:
+        spare += prefetch_rows(cfg, config, spec)
     if disk_why is not None and config.transport == "auto":
         transport, why = "callback", f"{disk_why}; the host reads the others from disk"
     config = config.replace(transport=transport)
     staging = 0 if transport == "resident" or disk_why is not None else _staging_rows(config, spec, device_bytes)
-    parts["staging_bytes"] = staging * spec.row_bytes
-    reserved += parts["staging_bytes"]
+    parts["staging_bytes"], parts["prefetch_bytes"] = staging * spec.row_bytes, staged * spec.row_bytes
+    reserved += parts["staging_bytes"] + parts["prefetch_bytes"]
     if device_bytes is not None:
         _check_device(config, spec, parts, spare, device_bytes)
     return MemoryPlan(

@@ -18,6 +18,7 @@ class _EAMC(Predictor):
     over these layers, which have the squared `length` [n] float32 there."""
 
     needs_fit = True
+    traceable = False  # n grows
     matches = 1
 
     def __init__(self, **declared):

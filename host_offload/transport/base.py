@@ -44,6 +44,9 @@ class Transport(abc.ABC):
     plans = True  # whether a policy decides
     gate = 0  # how many layers ahead the model's routers have to guess for `bind`; 0: they do not
     scripted = False  # whether a run needs its steps told ahead of time
+    watches = False  # whether `decoded` wants to know of the routing of decode
+    changed = False  # whether `operands` has news for the next call of a program
+    prefetch_bytes = 0  # device memory for what is fetched ahead, beside the banks
 
     def __init__(
         self, spec, pool, budget, policy, *, forced_admit, max_pairs, implementation, experts=SILU, select=None, seed=0,
@@ -161,8 +164,11 @@ class Transport(abc.ABC):
         """Advances the clock and hands out the routing of the step: (state, (ids, weights, scores) a layer)."""
         return replace(state, step=state.step + 1, record=()), state.record
 
+    def decoded(self, state, ids, good):  # noqa: B027 (most transports learn nothing of it)
+        """A call of decode is over, if the transport `watches`; see `StagedTransport.decoded`."""
+
     def prefetch_stats(self) -> dict | None:
-        """What `Prefetcher.stats` says, None without prefetch."""
+        """Predictor, settings and books of prefetch, None without."""
         return None
 
     def quiesce(self):  # noqa: B027 (most transports move nothing between programs)

@@ -212,21 +212,28 @@ class GraphTransport(Transport):
         state = self._commit(layer, t, state)
         distinct = min(E, pairs.shape[0])
         with jax.named_scope("expert_ffn"):
-            y, banks = expert_ffn_decode(
-                x,
-                rows,
-                src,
-                deposit,
-                count,
-                state.banks,
-                pool,
-                distinct=distinct,
-                spec=self.experts,
-                implementation=self.ffn_implementation,
-                fetch=self.implementation,
-            )
+            y, state = self._serve(layer, x, (rows, src, deposit, count), distinct, state, pool)
             out = combine_decode(y, entry.reshape(ids.shape), weights, live)
-        return out, replace(state, banks=banks)
+        return out, state
+
+    def _experts(self, x, listed, distinct, banks, pool, **staged):
+        """`expert_ffn_decode` of the `listed` entries: their rows, sources, deposits and count."""
+        return expert_ffn_decode(
+            x,
+            *listed,
+            banks,
+            pool,
+            distinct=distinct,
+            spec=self.experts,
+            implementation=self.ffn_implementation,
+            fetch=self.implementation,
+            **staged,
+        )
+
+    def _serve(self, layer, x, listed, distinct, state, pool):
+        """Outputs [U, B, D] of the experts of an event, and the state with the banks that they left."""
+        y, banks = self._experts(x, listed, distinct, state.banks, pool)
+        return y, replace(state, banks=banks)
 
     def _prefill(self, layer, x, ids, weights, scores, live, state, control, block_rows):
         E = self.spec.E

@@ -103,6 +103,11 @@ class Engine:
         """Takes over changed quotas, scope or contract of the transport (values, not programs)."""
         self.operands = self.transport.operands()
 
+    def follow_transport(self):
+        """Takes over what the transport changed by itself since it was asked last."""
+        if self.transport.changed:
+            self.refresh_operands()
+
     @property
     def alive(self) -> bool:
         """False after `close`."""
@@ -111,7 +116,8 @@ class Engine:
     def close(self):
         """Drops parameters, KV pools, banks and programs."""
         self.transport.quiesce()
-        for leaf in jax.tree.leaves((self.params, self._kv, self.cache, self.operands.get("control"))):
+        own = [values for name, values in self.operands.items() if name != "pool"]
+        for leaf in jax.tree.leaves((self.params, self._kv, self.cache, own)):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 leaf.delete()
         self.params = self._kv = self.cache = self.operands = self.programs = None
@@ -208,6 +214,7 @@ class Run:
         if self._script is not None:
             engine.transport.expect(self._script)
         engine.cache = engine.transport.reset_policy(engine.cache)
+        engine.follow_transport()
         kv, logits = self._prefill(self._encode(kv))
 
         choice = switches(self.params)
@@ -252,10 +259,11 @@ class Run:
         engine, transport = self.engine, self.engine.transport
         started = time.perf_counter()
         loop = replace(self._loop, live=jnp.asarray(self.live))
+        K = engine.cfg.num_experts_per_tok
         static = {
             "steps": engine.decode_chunk,
             "attention": engine.attention(self.rows, 1),
-            "routing": (self._decoder_layers, engine.cfg.num_experts_per_tok) if self._record else None,
+            "routing": (self._decoder_layers, K) if self._record or transport.watches else None,
             **choice,
         }
         compiled = engine.programs.compile_seconds
@@ -273,8 +281,11 @@ class Run:
         fed = int(good.sum())
         steps = int(good.any(axis=0).sum())
         self.stats.decode.add(counters, fed, steps, seconds, fed * self._pairs_per_token)
-        if routed is not None:
+        if self._record:
             self._note_routing(routed[0][:steps], routed[1][:steps], good.T[:steps], phase=1)
+        if transport.watches:
+            transport.decoded(loop.cache, routed[0][:steps], good.T[:steps])
+            engine.follow_transport()
         self._step += done
         self._count_compilation()
         return out[:, :steps], error

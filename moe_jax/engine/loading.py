@@ -15,11 +15,13 @@ from host_offload.disk_tier import DiskTier
 from host_offload.policy import Policy, PolicySet, get_policy
 from host_offload.pool import ExpertPool
 from host_offload.predictor import get_predictor
-from host_offload.prefetch import Experience, ExperienceError, PrefetchSettings
+from host_offload.prefetch import Experience, ExperienceError, PrefetchSettings, StagingSettings
 from host_offload.prefetch.live import GATES
+from host_offload.prefetch.staging import check_traceable
 from host_offload.store import ExpertStore, PackedRows, RowSource, StoreError
 from host_offload.transport import TRANSPORTS
 from host_offload.transport.prefetching import PrefetchTransport
+from host_offload.transport.staged import StagedTransport
 from moe_jax.checkpoint import (
     Checkpoint,
     PackedMatrix,
@@ -37,9 +39,21 @@ from moe_jax.engine.engine import Engine
 from moe_jax.errors import CheckpointError, ConfigError
 from moe_jax.models.config import text_settings
 from moe_jax.models.registry import abstract_params, family_for, packable, targets
-from moe_jax.planner import MemoryPlan, max_pairs, params_bytes, plan_memory, prefetch_rows, slot_budget
+from moe_jax.planner import (
+    MemoryPlan,
+    max_pairs,
+    params_bytes,
+    plan_memory,
+    power_of_two,
+    prefetch_rows,
+    slot_budget,
+    staged_rows,
+    staging_budget,
+)
 from moe_jax.runtime import host_memory_bytes
-from pallas_kernels.expert_ffn import ExpertSpec
+from pallas_kernels.expert_ffn import ExpertSpec, Prefix
+from pallas_kernels.expert_ffn.decode import decode_tiles
+from pallas_kernels.expert_ffn.staging import choose_prefix, prefix_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +179,8 @@ def read_parts(checkpoint: Checkpoint | PreparedCheckpoint, config: OffloadConfi
     dtype = compute_dtype(config, checkpoint)
     try:
         experts, store, weights = map_experts(checkpoint, cfg, dtype)
+        if config.prefetch and config.transport == "device":
+            staged_prefix(config, experts, store.spec, dtype)
         packed = find_packed(config, checkpoint, cfg, weights)
         graphdef, abstract = abstract_params(cfg, dtype, packed)
         plan_parts(cfg, dtype, config, store.spec, abstract)
@@ -255,6 +271,8 @@ def check_prefetch(config: OffloadConfig, cfg=None) -> None:
         return
     try:
         get_predictor(config.prefetch).learn(Experience(1, 1))
+        if config.transport == "device":
+            check_traceable(config.prefetch)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"prefetch={config.prefetch!r}: {error}") from error
     if cfg is not None and cfg.encoder_decoder and config.prefetch in GATES:
@@ -262,6 +280,33 @@ def check_prefetch(config: OffloadConfig, cfg=None) -> None:
             f"prefetch={config.prefetch!r} asks routers about states of other layers, and an encoder-decoder's do not "
             "answer: choose a predictor such as 'cross-layer+temporal'"
         )
+
+
+def staged_prefix(config: OffloadConfig, experts: ExpertSpec, spec, dtype) -> Prefix:
+    """How much of a row the transport `device` stages by `config`.
+
+    Raises ConfigError for experts without a kernel, whose rows are fetched whole, and for a budget below what one
+    program of the kernels reads.
+    """
+    if reason := experts.without_kernel():
+        raise ConfigError(
+            f"prefetch={config.prefetch!r} in transport='device' is the work of its expert kernels, and {reason}: use "
+            "transport='callback', or leave prefetch out"
+        )
+    tensors = spec.tensors
+    width, model = experts.outs("gate_up", tensors["gate_up"][0][0])[0], tensors["down"][0][0]
+    # Whole blocks of every batch: powers of two, so the largest holds the others.
+    sizes = [decode_tiles(width, model, B, dtype.itemsize, experts) for B in (1, power_of_two(config.max_batch))]
+    blocks = {name: max(tiles[name]["block_out"] for tiles in sizes) for name in ("gate_up", "down")}
+    budget = staging_budget(config)
+    prefix = choose_prefix(experts, tensors, budget // staged_rows(spec, budget), blocks)
+    if not prefix.down:
+        least = prefix_bytes(Prefix(0, blocks["down"]), experts, tensors)
+        raise ConfigError(
+            f"prefetch_budget={config.prefetch_budget}: the least that can be staged of an expert is {least} bytes "
+            f"({blocks['down']} output rows of its down projection); give at least that, or 'auto'"
+        )
+    return prefix
 
 
 class CacheBuilder:
@@ -281,8 +326,9 @@ class CacheBuilder:
     def budget(self, config: OffloadConfig):
         """`SlotBudget` of a configuration (its transport resolved) beside all else that is planned; ConfigError."""
         reserved = self.plan.reserved_bytes + self.plan.spare_bytes
-        if config.prefetch and not self.config.prefetch:  # set later: its rows were not planned
-            reserved += prefetch_rows(self.parts.cfg, config, self.parts.spec) * self.parts.spec.row_bytes
+        if config.prefetch:  # set later, or for another transport: not all of its rows were planned
+            planned, rows = (prefetch_rows(self.parts.cfg, c, self.parts.spec) for c in (self.config, config))
+            reserved += max(0, rows - planned) * self.parts.spec.row_bytes
         return slot_budget(config, self.parts.spec, reserved, self.plan.device_bytes)
 
     def open_pool(self, progress):
@@ -352,10 +398,21 @@ class CacheBuilder:
             for layer in np.unique(hot[:, 0]).tolist():
                 self.pool.read_ahead(layer, hot[hot[:, 0] == layer, 1].tolist())
 
-    def prefetch(self, config: OffloadConfig) -> PrefetchSettings | None:
-        """What a configuration asks for. Raises ConfigError for a budget that is too small."""
+    def prefetch(self, config: OffloadConfig) -> PrefetchSettings | StagingSettings | None:
+        """What a configuration (its transport resolved) asks for. Raises ConfigError for a budget that is too small."""
         if config.prefetch is None:
             return None
+        if config.transport == "device":
+            spec, budget = self.parts.spec, staging_budget(config)
+            return StagingSettings(
+                predictor=config.prefetch,
+                budget=budget,
+                auto=config.prefetch_budget == "auto",
+                rows=staged_rows(spec, budget),
+                prefix=staged_prefix(config, self.parts.experts, spec, self.parts.dtype),
+                shutoff=config.prefetch_shutoff,
+                experience=self.experience,
+            )
         return PrefetchSettings(
             predictor=config.prefetch,
             budget=None if config.prefetch_budget == "auto" else config.prefetch_budget,
@@ -378,16 +435,21 @@ class CacheBuilder:
                 "transport 'callback', which reads the others from disk"
             )
         prefetch = self.prefetch(config)
-        cls = TRANSPORTS[config.transport] if prefetch is None else partial(PrefetchTransport, prefetch=prefetch)
+        cls = TRANSPORTS[config.transport]
+        if prefetch is not None:
+            cls = StagedTransport if config.transport == "device" else PrefetchTransport
+            cls = partial(cls, prefetch=prefetch)
         budget = self.budget(config)
         logger.info("cache: %s, %d slots of %s", config.transport, budget.total, budget.source)
         if prefetch is not None:
             logger.info(
-                "prefetch: %s, budget %s, shut-off %s, %d rows of reserve",
+                "prefetch: %s, budget %s, shut-off %s, %s",
                 config.prefetch,
                 config.prefetch_budget,
                 "on" if config.prefetch_shutoff else "off",
-                prefetch.reserve,
+                f"{prefetch.rows} rows staged, of each {prefetch.prefix}"
+                if config.transport == "device"
+                else f"{prefetch.reserve} rows of reserve",
             )
         return cls(
             self.parts.spec,

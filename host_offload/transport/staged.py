@@ -1,0 +1,284 @@
+"""The `device` transport with prefetch: the first part of what the next layer will miss is staged beside its slots.
+
+After the expert kernels of a layer, one copy kernel reads the prefix (`pallas_kernels/expert_ffn/staging.py`) of the
+likeliest experts of the next layer that have no slot, into a few *staging rows* that are nobody's slot. It depends on
+the prediction and on the staging rows alone, so it runs beside the attention and the router of the next layer, when the
+link is idle. The expert kernels of the next layer take a missing expert's first blocks from there and the others from
+the pool: the same bytes, deposited in the same slots. Plan, policy and counters know nothing of it.
+
+No host takes part in a step. The prediction is traced (`prefetch/staging.py`): tables, counts and the rule which layers
+stage are values that the host hands over between the calls, learned from the routing that they return.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.prefetch.staging import GraphPredictor, StagingBooks, StagingSettings, StagingShutOff
+from host_offload.transport.base import event_need, event_scores, record
+from host_offload.transport.graph import GraphTransport
+from pallas_kernels.expert_ffn import Staging
+from pallas_kernels.expert_ffn.staging import prefix_bytes, regions
+from pallas_kernels.fetch_rows import fetch_rows
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["staging", "predictor", "at", "counts", "notes"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Ahead:
+    """What a step keeps of its prefetch.
+
+    staging: `Staging` of the layer that runs next. predictor: its state, without what it learned. at: int32 scalar,
+    decode steps of the run so far. counts: [L, 2] int32, rows issued and useful since the last call. notes: while a
+    step is traced, (ids [P] that were staged for it, live [B]) of each event; empty between steps.
+    """
+
+    staging: Staging
+    predictor: dict[str, Any]
+    at: jax.Array
+    counts: jax.Array
+    notes: tuple = ()
+
+
+class StagedTransport(GraphTransport):
+    """`GraphTransport` and staging rows; owner as there.
+
+    Args:
+      prefetch: `StagingSettings`; the others as for `Transport`, with experts that the kernels serve. Raises ValueError
+      for a predictor that cannot run in a compiled step.
+    """
+
+    watches = True  # `decoded` wants the routing of every step
+
+    def __init__(self, *args, prefetch, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.without_kernel:
+            raise ValueError(f"prefetch in transport='device' is the work of its expert kernels: {self.without_kernel}")
+        shapes = {name: shape for name, (shape, _) in self.spec.tensors.items()}
+        self._covered = regions(prefetch.prefix, self.experts, shapes)
+        self._first = self.starts[-1]  # decode steps run the layers from here on
+        self._script, self._predictor = None, None
+        try:
+            self.use(prefetch)
+        except BaseException:
+            self.close()
+            raise
+
+    def use(self, settings):
+        """Another budget or predictor for the same programs: books and trials begin anew."""
+        if self._predictor is not None:
+            self._predictor.end()
+        self.settings = settings
+        self._predictor = GraphPredictor(settings.predictor, settings.experience, self.seed)
+        self.gate = self._predictor.gate
+        self.books = StagingBooks(self.spec.L, prefix_bytes(settings.prefix, self.experts, self.spec.tensors))
+        self.shutoff = StagingShutOff(self.spec.L, settings.shutoff)
+        self._waiting, self.changed = 0, True
+
+    def prefetches(self, settings) -> bool:
+        mine = self.settings
+        return isinstance(settings, StagingSettings) and (
+            (settings.predictor, settings.rows, settings.prefix) == (mine.predictor, mine.rows, mine.prefix)
+        )
+
+    @property
+    def prefetch_bytes(self) -> int:
+        return self.settings.rows * sum(self.spec.nbytes(name) for name in self._covered)
+
+    @property
+    def scripted(self) -> bool:
+        return self._predictor.scripted
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the arrays that the predictor reads from a recorded run."""
+        return self._predictor.predictor.reads
+
+    def expect(self, script):
+        """The decode steps of the next run, `predictors.replay.Step`s, for a predictor that reads a recorded run."""
+        self._script = script
+
+    # ------------------------------------------------------------------------------------------------- cache and values
+
+    def _fresh(self, banks):
+        P, tensors = self.settings.rows, self.spec.tensors
+        rows = {name: jnp.zeros((P, *tensors[name][0]), tensors[name][1]) for name in self._covered}
+        self._waiting = 0
+        ahead = Ahead(
+            staging=Staging(jnp.full((P,), -1, jnp.int32), rows, self.settings.prefix),
+            predictor=self._predictor.fresh(),
+            at=jnp.zeros((), jnp.int32),
+            counts=jnp.zeros((self.spec.L, 2), jnp.int32),
+        )
+        return replace(super()._fresh(banks), ahead=ahead)
+
+    def operands(self):
+        self.changed = False
+        ahead = {"on": jnp.asarray(self.shutoff.on & self._predictor.ready), "learned": self._predictor.learned}
+        if self.scripted:
+            ahead["script"] = self._predictor.script
+        return {**super().operands(), "ahead": ahead}
+
+    def begin(self, state):
+        state = super().begin(state)
+        return replace(state, ahead=replace(state.ahead, counts=jnp.zeros_like(state.ahead.counts)))
+
+    def reset_policy(self, state):
+        """Also the predictor's. What waits in staging stays: a row's bytes never change."""
+        script, self._script = self._script, None
+        held, changed = self._predictor.begin(state.ahead.predictor, script)
+        self.changed |= changed
+        ahead = replace(state.ahead, predictor=held, at=jnp.zeros((), jnp.int32))
+        return super().reset_policy(replace(state, ahead=ahead))
+
+    def decoded(self, state, ids, good):
+        """A call of decode is over: ids [steps, layers, B, K] of the layers that a decode step runs, good [steps, B]
+        bool, the rows that were live."""
+        counts, waiting = jax.device_get((state.ahead.counts, state.ahead.staging.ids))
+        self._waiting = int((waiting >= 0).sum())
+        self.books.add(counts)
+        steps = len(ids)
+        need = np.zeros((steps, self.spec.L, self.spec.E), bool)
+        step, row = np.nonzero(good)
+        layers = np.arange(self._first, self.spec.L)
+        need[step[:, None, None], layers[None, :, None], ids[step, :, row]] = True
+        learned = self._predictor.passed(need)
+        self.changed |= self.shutoff.tell(counts, steps) | learned
+
+    def close(self):
+        if self._predictor is not None:
+            self._predictor.end()
+        super().close()
+
+    def prefetch_stats(self) -> dict:
+        """Predictor, budget, what is staged of a row, state by layer, and what became of the rows since this predictor
+        was chosen."""
+        settings, predictor = self.settings, self._predictor
+        seen = settings.experience
+        return {
+            "predictor": predictor.predictor.name,
+            "ready": predictor.ready,
+            "lead_layers": 1,
+            "budget": "auto" if settings.auto else settings.budget,
+            "staging_rows": settings.rows,
+            "prefix": {
+                "gate_up_rows": settings.prefix.gate_up,
+                "down_rows": settings.prefix.down,
+                "bytes": prefix_bytes(settings.prefix, self.experts, self.spec.tensors),
+            },
+            "learned_tokens": seen.counts.tokens,
+            "learned_requests": seen.requests,
+            "layers": [self.shutoff.to_dict(layer) for layer in range(self.spec.L)],
+            **self.books.to_dict(self._waiting, self._first),
+        }
+
+    def verify(self, state, pool):
+        """Compares the rows that wait in staging, too."""
+        super().verify(state, pool)
+        staging = state.ahead.staging
+        for p, expert in enumerate(np.asarray(staging.ids).tolist()):
+            for name, spans in self._covered.items() if expert >= 0 else ():
+                held, wanted = np.asarray(staging.rows[name][p]), pool.stored(self._first, name, expert)
+                for start, stop in spans:
+                    if held[start:stop].tobytes() != np.asarray(wanted[start:stop]).tobytes():
+                        where = f"staging row {p}: layer {self._first} expert {expert}"
+                        raise RuntimeError(f"{where} differs from host memory in {name!r} from {start} to {stop}")
+
+    # ----------------------------------------------------------------------------------------------- traced into a step
+
+    def bind(self, operands, *, prefill, block_rows=None, guess=None):
+        """guess: as of `PrefetchTransport.bind`."""
+        if prefill:
+            return super().bind(operands, prefill=prefill, block_rows=block_rows)
+        pool, control, values = operands["pool"], operands["control"], operands["ahead"]
+
+        def experts(layer, x, ids, weights, scores, live, token_ids, state):
+            note = state.ahead.staging.ids, live
+            y, new = self._decode(layer, x, ids, weights, scores, live, state, pool[layer], control)
+            target = self._target(layer)
+            with jax.named_scope("prefetch"):
+                ahead, likely = new.ahead, None
+                if not self.gate:
+                    t = new.step * self.spec.L + layer
+                    need = event_need(ids, live, self.spec.E)
+                    seen = self._predictor.observe(
+                        ahead.predictor, values["learned"], layer, need, event_scores(scores, live), t
+                    )
+                    ahead = replace(ahead, predictor=seen)
+                if target is not None:
+                    if self.gate:
+                        likely = self._of_guess(guess(target, x, token_ids), live)
+                    elif self.scripted:
+                        likely = values["script"][ahead.at, int(target <= layer), target]
+                    else:
+                        likely = self._predictor.scores(ahead.predictor, values["learned"], layer, target)
+                staging = self._stage(target, likely, new.slot_of, values["on"], ahead.staging, pool)
+                ahead = replace(ahead, staging=staging, notes=(*ahead.notes, note))
+            return y, record(replace(new, ahead=ahead), ids, weights, scores)
+
+        return experts
+
+    def _target(self, layer):
+        """The layer that is staged for after the event of `layer`; None if nothing can be said of it: past the last
+        layer a gate knows nothing, and in an encoder-decoder the first layer is not the next one."""
+        if layer + 1 < self.spec.L:
+            return layer + 1
+        return None if self.gate or self._first else 0
+
+    def _of_guess(self, guess, live):
+        """[E] float32 of ids [B, K] by falling weight: K - rank, the best over the live rows, -inf for the others."""
+        K = guess.shape[1]
+        value = jnp.where(live[:, None], K - jnp.arange(K, dtype=jnp.float32), -jnp.inf)
+        chosen = guess[:, :, None] == jnp.arange(self.spec.E, dtype=guess.dtype)
+        return jnp.max(jnp.where(chosen, value[:, :, None], -jnp.inf), axis=(0, 1))
+
+    def _stage(self, target, likely, slot_of, on, staging, pool):
+        """Staging for layer `target`: of the experts without a slot those of the highest scores `likely` [E]."""
+        P = self.settings.rows
+        if target is None:
+            return replace(staging, ids=jnp.full((P,), -1, jnp.int32))
+        left = jnp.where((slot_of[target] < 0) & on[target], likely, -jnp.inf)
+        chosen = []
+        for _ in range(P):
+            best = jnp.argmax(left).astype(jnp.int32)
+            chosen.append(jnp.where(jnp.max(left) > -jnp.inf, best, -1))
+            left = jnp.where(jnp.arange(self.spec.E, dtype=jnp.int32) == best, -jnp.inf, left)
+        ids = jnp.stack(chosen)
+        rows = fetch_rows(
+            jnp.arange(P, dtype=jnp.int32),
+            ids,
+            jnp.full((1,), P, jnp.int32),
+            staging.rows,
+            {name: pool[target][name] for name in staging.rows},
+            distinct=P,
+            implementation=self.implementation,
+            regions=self._covered,
+        )
+        return replace(staging, ids=ids, rows=rows)
+
+    def _serve(self, layer, x, listed, distinct, state, pool):
+        y, banks, staging = self._experts(x, listed, distinct, state.banks, pool, staging=state.ahead.staging)
+        return y, replace(state, banks=banks, ahead=replace(state.ahead, staging=staging))
+
+    def finish_step(self, state):
+        ahead = state.ahead
+        if ahead.notes:
+            staged = jnp.stack([ids for ids, _ in ahead.notes])  # [layers, P]
+            ids = jnp.stack([ids for ids, _, _ in state.record])  # [layers, B, K]
+            live = ahead.notes[0][1]
+            found = (ids[:, None] == staged[:, :, None, None]) & live[:, None]
+            # Staged experts had no slot and got none before their event, so what was needed of them was a miss.
+            useful = jnp.sum(jnp.any(found, axis=(2, 3)), axis=1, dtype=jnp.int32)
+            # What was staged for a layer of this step is in its note, what was for the next step's first is not yet.
+            issued = jnp.concatenate([ahead.staging.ids[None], staged[1:]])
+            issued = jnp.sum(issued >= 0, axis=1, dtype=jnp.int32)
+            counts = ahead.counts.at[self._first :].add(jnp.stack([issued, useful], axis=1))
+            ahead = replace(ahead, counts=counts, at=ahead.at + 1, notes=())
+        return super().finish_step(replace(state, ahead=ahead))
