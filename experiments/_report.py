@@ -99,9 +99,14 @@ def table(moe: MoE, run: Mapping[str, Any]) -> Table:
         out.add_row("read a token", "-" if read is None else size(read), f"from disk, {tier['reads']}{rate}")
     if ahead := stats["prefetch"]:
         rows, on = ahead["rows"], sum(layer["on"] for layer in ahead["layers"])
-        note = f"rows in time, {rows['late']} late, {rows['wasted']} wasted; {ahead['predictor']}, "
         state = f"on in {on} of {len(ahead['layers'])} layers" if ahead["ready"] else "still learning"
-        line("prefetched", rows["on_time"], "", note + state, 0)
+        if "prefix" in ahead:  # staged in the compiled step
+            each = f", {size(ahead['prefix']['bytes'])} of each"
+            note = f"rows of {rows['issued']} were used{each}; {ahead['predictor']}, "
+            line("prefetched", rows["useful"], "", note + state, 0)
+        else:
+            note = f"rows in time, {rows['late']} late, {rows['wasted']} wasted; {ahead['predictor']}, "
+            line("prefetched", rows["on_time"], "", note + state, 0)
     line("link floor", run["link_floor_ms"], "ms", f"{run['link_gbps']:,.1f} GB/s, {run['link_source']}", 2)
     memory = "HBM floor" if accelerated else "memory floor"
     line(memory, run["hbm_floor_ms"], "ms", f"{run['hbm_gbps']:,.1f} GB/s, {run['hbm_source']}", 2)

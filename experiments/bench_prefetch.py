@@ -2,6 +2,7 @@
 
     python experiments/bench_prefetch.py routes.npz --shape qwen3-30b-a3b --out prefetch.json
     python experiments/bench_prefetch.py --model DIRECTORY --predictors gate-1,cross-layer+temporal
+    python experiments/bench_prefetch.py routes.npz --transport device --predictors request-counts,cross-layer+temporal
 
 With a trace, a model with random weights, the layer shapes of --shape and the trace's layers, experts and experts a
 token replays requests of it (`MoE.replay`). Without one, a real model (default: the demo model) first writes on from
@@ -10,6 +11,9 @@ the predictors gate-1 to gate-3 need that. Predictors learn from other requests 
 begins with an empty cache and the same knowledge. In the first runs of each setting the shut-off makes its trials ("at
 first"), until it has a verdict for every layer whose events copy, or `TRIALS` times; the timed ones begin with these.
 `none` is measured first and last. Fails (exit 1) if tokens or hits differ anywhere.
+
+With --transport device the prediction and the copies are part of the compiled step. Whether a row came in time cannot
+be told there: "on time" counts all that were used.
 """
 
 import copy
@@ -34,14 +38,18 @@ from typer import Argument, Option
 from host_offload.predictor import get_predictor
 from host_offload.prefetch import Experience
 from host_offload.prefetch.live import GATES
+from host_offload.prefetch.staging import check_traceable
 from host_offload.trace import Trace, TraceError, load_trace
 from moe_jax import MoE, OffloadConfig, demo_model_path
+from moe_jax.config import parse_bytes
+from moe_jax.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
 console = Console(width=170)
 started = time.perf_counter()
 
 PREDICTORS = "request-counts,static-frequency,eamc-mean,temporal,cross-layer,cross-layer+temporal"
+TRANSPORTS = ("callback", "device")
 ORACLE = "oracle"
 TRIALS = 4
 PROMPTS = (
@@ -93,6 +101,27 @@ def own_trace(moe: MoE, tokens: int) -> tuple[Trace, dict[int, np.ndarray]]:
     return moe.trace(), prompts
 
 
+class Verdicts:
+    """What the shut-off of a transport found."""
+
+    def __init__(self, transport):
+        staged = transport.name == "device"
+        self._owner, self._name = (transport, "shutoff") if staged else (transport._prefetcher, "shutoffs")
+
+    @property
+    def _found(self):
+        return getattr(self._owner, self._name)
+
+    def take(self, other: "Verdicts"):
+        """Begins with what `other` found."""
+        setattr(self._owner, self._name, copy.deepcopy(other._found))
+
+    @property
+    def decided(self) -> bool:
+        """Whether there is a verdict for every layer; in the compiled step there is one from the start."""
+        return self._name == "shutoff" or all(shutoff.decided for shutoff in self._found)
+
+
 def measure(moe: MoE, trace: Trace, prompts, predictor: str, share: float, seen: Experience, repeats: int) -> Run:
     """Replays `trace` for the shut-off's trials, and `repeats` times with its verdict, with a predictor ("none" too),
     each time from an empty cache and from `seen`."""
@@ -102,18 +131,19 @@ def measure(moe: MoE, trace: Trace, prompts, predictor: str, share: float, seen:
         """The shut-offs after a run that began with `verdict`; None without a predictor."""
         moe._builder.experience = copy.deepcopy(seen)
         moe.set_cache(prefetch=predictor, cache_rate=share)
-        prefetcher = None if predictor == "none" else moe._engine.transport._prefetcher
+        shutoff = None if predictor == "none" else Verdicts(moe._engine.transport)
         if verdict is not None:
-            prefetcher.shutoffs = copy.deepcopy(verdict)
+            shutoff.take(verdict)
+            moe._engine.refresh_operands()
         ids = moe.replay(trace, prompts=prompts)
         last = moe.stats()["last"]
         seconds.append(last["decode"]["seconds"] / last["decode"]["steps"])
         counters = [last[phase]["per_layer"][name] for phase in ("prefill", "decode") for name in COUNTED]
         outcomes.append(([row.tolist() for row in ids], counters))
-        return prefetcher and prefetcher.shutoffs
+        return shutoff
 
     verdict = replay(None)
-    while verdict is not None and len(seconds) < TRIALS and not all(shutoff.decided for shutoff in verdict):
+    while verdict is not None and len(seconds) < TRIALS and not verdict.decided:
         verdict = replay(verdict)
     tried = len(seconds)
     for _ in range(repeats):
@@ -155,6 +185,8 @@ def line(row: dict) -> list[str]:
     spread = [f(row["seconds_of_runs"]) * 1e3 for f in (min, max)]
     ahead = row["prefetch"]
     rows = dict.fromkeys(("on_time", "late", "wasted"), "-") if ahead is None else ahead["rows"]
+    if "on_time" not in rows:
+        rows = rows | {"on_time": rows["useful"], "late": "-"}
     precision = None if ahead is None else ahead["precision"]
 
     def share(value, form=".0%"):
@@ -192,11 +224,14 @@ def report(runs: list[Run], title: str) -> list[dict]:
     return rows
 
 
-def check_predictors(names: list[str], replayed: bool):
-    """Raises BadParameter for names that are not known, cannot learn live, or need hidden states that are not there."""
+def check_predictors(names: list[str], replayed: bool, transport: str):
+    """Raises BadParameter for names that are not known, cannot learn live, do not go with the transport, or need hidden
+    states that are not there."""
     for name in names:
         try:
             get_predictor(name).learn(Experience(1, 1))
+            if transport == "device":
+                check_traceable(name)
         except ValueError as error:
             raise typer.BadParameter(f"--predictors {name}: {error}") from error
         if name in GATES and replayed:
@@ -206,13 +241,13 @@ def check_predictors(names: list[str], replayed: bool):
             )
 
 
-def open_model(trace, model, shape, rows, tokens, dry) -> tuple[MoE, Trace, Trace, list | None]:
+def open_model(trace, model, shape, rows, tokens, transport, dry) -> tuple[MoE, Trace, Trace, list | None]:
     """(model, requests to replay, requests to learn from, prompts of the former or None)."""
     if trace is not None:
         served, others = choose(trace, rows)
-        return model_for(served, shape, rows, "callback", dry), served, others, None
+        return model_for(served, shape, rows, transport, dry), served, others, None
     settings = OffloadConfig(
-        transport="callback", cache_rate=1.0, max_batch=1, max_sequence_length=tokens + 64, device_memory_ratio=0.95,
+        transport=transport, cache_rate=1.0, max_batch=1, max_sequence_length=tokens + 64, device_memory_ratio=0.95,
         progress=False,
     )  # fmt: skip
     moe = MoE(demo_model_path() if model is None else model, settings)
@@ -234,7 +269,11 @@ def main(
     model: Annotated[str | None, Option(help="checkpoint, without a trace; default: the demo model")] = None,
     rows: Annotated[int, Option(help="most rows (tokens) to replay, in whole requests")] = 512,
     tokens: Annotated[int, Option(help="new tokens of each request, without a trace")] = 128,
-    predictors: Annotated[str, Option(help="predictors to compare; gates need a model")] = PREDICTORS,
+    predictors: Annotated[
+        str | None, Option(help=f"predictors to compare; gates need a model; default: {PREDICTORS}")
+    ] = None,
+    transport: Annotated[str, Option(help=f"of {', '.join(TRANSPORTS)}")] = "callback",
+    budget: Annotated[str, Option(help="most bytes that an event may prefetch, such as 2MiB, or auto")] = "auto",
     shares: Annotated[str, Option(help="slot shares")] = "0.125,0.25,0.5,0.75",
     policy: Annotated[str, Option(help="policy of the cache")] = "lru",
     repeats: Annotated[int, Option(help="timed replays of each setting; the median is reported")] = 3,
@@ -243,10 +282,18 @@ def main(
 ):
     """Replays with each predictor and reports."""
     logging.basicConfig(level=logging.WARNING)
+    if transport not in TRANSPORTS:
+        raise typer.BadParameter(f"--transport {transport}: must be one of {', '.join(TRANSPORTS)}")
+    if predictors is None:  # those that the transport can run
+        predictors = PREDICTORS if transport == "callback" else PREDICTORS.replace("eamc-mean,", "")
     names, values = predictors.split(","), shares_of(shares, "--shares")
+    try:
+        size = "auto" if budget == "auto" else parse_bytes("--budget", budget)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
     if trace is not None and model is not None:
         raise typer.BadParameter(f"--model {model} replays its own runs, and {trace} was given: leave one of them out")
-    check_predictors(names, replayed=trace is not None)
+    check_predictors(names, trace is not None, transport)
     if out:
         try:
             check_writable("--out", out)
@@ -256,7 +303,7 @@ def main(
         recorded = None if trace is None else load_trace(trace)
     except (TraceError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    moe, served, others, prompts = open_model(recorded, model, shape, rows, tokens, dry)
+    moe, served, others, prompts = open_model(recorded, model, shape, rows, tokens, transport, dry)
     runs: list[Run] = []
     with moe:
         spec = moe._engine.transport.spec
@@ -266,7 +313,9 @@ def main(
         seen.learn(others)
         moe.set_cache(policy)
         for predictor in ("none", *dict.fromkeys(names), ORACLE, "none"):
-            moe.set_cache(prefetch=predictor)
+            moe.set_cache(prefetch=predictor, prefetch_budget=None if predictor == "none" else size)
+            if prefix := (moe.stats()["prefetch"] or {}).get("prefix"):
+                said(f"{predictor}: {prefix['bytes'] / 1e6:.2f} MB of a row")
             moe.replay(served, prompts=prompts)  # compiles
             for share in values:
                 run = measure(moe, served, prompts, predictor, share, seen, repeats)
@@ -274,9 +323,10 @@ def main(
                 said(f"{predictor} {share}: {run.median * 1e3:.3f} ms")
                 if out:  # each at once: a later fault must not cost what was measured
                     write_json(out, {"runs": [dataclasses.asdict(one) for one in runs], "table": None})
-    table = report(runs, f"{title}, batch 1, shut-off on, {jax.devices()[0].device_kind}")
+    table = report(runs, f"{title}, {transport}, batch 1, shut-off on, {jax.devices()[0].device_kind}")
     if out:
-        write_json(out, {"title": title, "runs": [dataclasses.asdict(one) for one in runs], "table": table})
+        found = {"title": title, "transport": transport, "table": table}
+        write_json(out, found | {"runs": [dataclasses.asdict(one) for one in runs]})
     unequal = [row for row in table if not row["equal"]]
     for row in unequal:
         console.print(f"[red]tokens or hits differ:[/red] {row['predictor']} {row['share']}")

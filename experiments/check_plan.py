@@ -59,7 +59,8 @@ def compare(memory: dict, before: Snapshot, loaded: Snapshot, ran: Snapshot, tol
 
     memory: `MoE.stats()["memory"]`.
     """
-    kept = sum(memory[name] for name in ("dense_bytes", "kv_bytes", "state_bytes", "slot_bytes", "spare_bytes"))
+    parts = ("dense_bytes", "kv_bytes", "state_bytes", "prefetch_bytes", "slot_bytes", "spare_bytes")
+    kept = sum(memory[name] for name in parts)
     kept, total = kept + memory["staging_bytes"], kept + memory["staging_bytes"] + memory["workspace_bytes"]
     rows = []
 

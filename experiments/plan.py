@@ -251,6 +251,8 @@ def memory_table(found: dict[str, Any]) -> Table:
     line("", "states", memory["state_bytes"], "of the largest batch")
     line("", "workspace", memory["workspace_bytes"], "activations and XLA's scratch, a fixed sum; none on a CPU")
     line("", "staging rows", memory["staging_bytes"], "experts that long prompts move ahead of need")
+    if memory["prefetch_bytes"]:
+        line("", "prefetched rows", memory["prefetch_bytes"], "parts of experts that decode steps stage, at most")
     note = f"{slots['total']} of {everything} experts, {slots['share']:.1%}; {slots['source']}"
     line("", "expert slots", memory["slot_bytes"], note)
     line("", "spare rows", memory["spare_bytes"], f"{found['spare_rows']} rows", end=True)

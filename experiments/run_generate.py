@@ -148,8 +148,8 @@ def main(
         str | None,
         option(
             CACHE,
-            "Predictor by which experts are fetched before they are needed, with --transport callback: gate-1, "
-            "cross-layer+temporal or another of docs/predictors.md. Default: none.",
+            "Predictor by which experts are fetched before they are needed, with --transport callback or device: "
+            "gate-1, cross-layer+temporal or another of docs/predictors.md. Default: none.",
         ),
     ] = None,
     prefetch_budget: Annotated[

@@ -29,6 +29,8 @@ class Predictor(abc.ABC):
     oracle) or the name of a `pred/<name>` array. `needs_fit` says that `init` needs a `fit` before.
     `traceable` says that `observe` and `predict` may be traced into a compiled step, for which the shapes of the state
     must not change with what was learned.
+    `by_layer` names the entries [L, ...] of the state that `observe` and `predict` use as `state[name][layer]` and
+    `set_row` alone: such a step keeps them as single rows, as updates in place would cost it copies.
     `learned` names the entries of the state that `init` makes from what `fit` or `learn` found and nothing else: they
     may be replaced in the middle of a request.
     """
@@ -36,6 +38,7 @@ class Predictor(abc.ABC):
     name: str = ""
     needs_fit: bool = False
     traceable: bool = True
+    by_layer: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     learned: tuple[str, ...] = ()
     cost_us: float = 0.0

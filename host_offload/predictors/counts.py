@@ -21,6 +21,7 @@ class PreviousToken(Predictor):
     """
 
     name = "previous-token"
+    by_layer = ("last",)
     cost_us = 2.0
 
     def init(self, xp, L, E, seed):
@@ -48,6 +49,7 @@ class RequestCounts(Predictor):
     """
 
     name = "request-counts"
+    by_layer = ("count",)
     cost_us = 2.0
 
     def init(self, xp, L, E, seed):

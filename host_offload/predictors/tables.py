@@ -117,6 +117,7 @@ class _Tables(Predictor):
 
     needs_fit = True
     learned = ("prior", "cross", "temporal")
+    by_layer = ("last",)
     cross_weight = temporal_weight = 0.0
 
     def __init__(self, **declared):

@@ -82,7 +82,7 @@ class GraphPredictor:
                     "their shapes: use transport='callback'"
                 )
         state = self.predictor.init(np, self.L, self.E, self._seed)
-        self.learned = {name: jnp.asarray(state[name]) for name in self.predictor.learned}
+        self.learned = {name: jnp.asarray(state[name]) for name in self.predictor.learned if name in state}
         self._start = {name: value for name, value in state.items() if name not in self.learned}
 
     def _stale(self):
@@ -159,6 +159,44 @@ class GraphPredictor:
     def scores(self, state, learned, layer, target):
         """[E] float32 as of `Predictor.predict`, of a predictor that learns."""
         return self.predictor.predict(jnp, {**state, **learned}, layer, target)
+
+
+class LayerRows:
+    """An array [L, ...] as L arrays while a step is traced; for layers that are Python ints.
+
+    A row that is written into an array which others still read costs a copy of it at every layer; single rows are put
+    together once a step (`whole`).
+    """
+
+    def __init__(self, array):
+        self._rows, self.shape = [array[layer] for layer in range(array.shape[0])], array.shape
+
+    def __getitem__(self, layer):
+        return self._rows[layer]
+
+    @property
+    def at(self):
+        """`rows.at[layer].set(row)` as of jax arrays."""
+        return _At(self)
+
+    def whole(self):
+        """The array [L, ...]."""
+        return jnp.stack(self._rows)
+
+
+class _At:
+    def __init__(self, rows, layer=None):
+        self._of, self._layer = rows, layer
+
+    def __getitem__(self, layer):
+        return _At(self._of, layer)
+
+    def set(self, row, mode=None):
+        """New `LayerRows` with another row; mode: as of jax arrays, without a meaning here."""
+        new = LayerRows.__new__(LayerRows)
+        new._rows, new.shape = list(self._of._rows), self._of.shape
+        new._rows[self._layer] = row.astype(self._of._rows[self._layer].dtype)
+        return new
 
 
 def check_traceable(predictor):

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.prefetch.staging import GraphPredictor, StagingBooks, StagingSettings, StagingShutOff
+from host_offload.prefetch.staging import GraphPredictor, LayerRows, StagingBooks, StagingSettings, StagingShutOff
 from host_offload.transport.base import event_need, event_scores, record
 from host_offload.transport.graph import GraphTransport
+from pallas_kernels.choose_rows import choose_rows
 from pallas_kernels.expert_ffn import Staging
 from pallas_kernels.expert_ffn.staging import prefix_bytes, regions
 from pallas_kernels.fetch_rows import fetch_rows
@@ -121,7 +122,10 @@ class StagedTransport(GraphTransport):
 
     def operands(self):
         self.changed = False
-        ahead = {"on": jnp.asarray(self.shutoff.on & self._predictor.ready), "learned": self._predictor.learned}
+        ahead = {
+            "on": jnp.asarray(self.shutoff.on & self._predictor.ready, jnp.int32),
+            "learned": self._predictor.learned,
+        }
         if self.scripted:
             ahead["script"] = self._predictor.script
         return {**super().operands(), "ahead": ahead}
@@ -201,6 +205,8 @@ class StagedTransport(GraphTransport):
 
         def experts(layer, x, ids, weights, scores, live, token_ids, state):
             note = state.ahead.staging.ids, live
+            if layer == self._first:
+                state = replace(state, ahead=self._by_layer(state.ahead, LayerRows))
             y, new = self._decode(layer, x, ids, weights, scores, live, state, pool[layer], control)
             target = self._target(layer)
             with jax.named_scope("prefetch"):
@@ -219,9 +225,9 @@ class StagedTransport(GraphTransport):
                         likely = values["script"][ahead.at, int(target <= layer), target]
                     else:
                         likely = self._predictor.scores(ahead.predictor, values["learned"], layer, target)
-                staging = self._stage(target, likely, new.slot_of, values["on"], ahead.staging, pool)
+                staging, slot_of = self._stage(target, likely, new.slot_of, values["on"], ahead.staging, pool)
                 ahead = replace(ahead, staging=staging, notes=(*ahead.notes, note))
-            return y, record(replace(new, ahead=ahead), ids, weights, scores)
+            return y, record(replace(new, ahead=ahead, slot_of=slot_of), ids, weights, scores)
 
         return experts
 
@@ -240,17 +246,13 @@ class StagedTransport(GraphTransport):
         return jnp.max(jnp.where(chosen, value[:, :, None], -jnp.inf), axis=(0, 1))
 
     def _stage(self, target, likely, slot_of, on, staging, pool):
-        """Staging for layer `target`: of the experts without a slot those of the highest scores `likely` [E]."""
+        """(Staging for layer `target`: of the experts without a slot those of the highest scores `likely` [E]; slot_of
+        in the order of its uses)."""
         P = self.settings.rows
         if target is None:
-            return replace(staging, ids=jnp.full((P,), -1, jnp.int32))
-        left = jnp.where((slot_of[target] < 0) & on[target], likely, -jnp.inf)
-        chosen = []
-        for _ in range(P):
-            best = jnp.argmax(left).astype(jnp.int32)
-            chosen.append(jnp.where(jnp.max(left) > -jnp.inf, best, -1))
-            left = jnp.where(jnp.arange(self.spec.E, dtype=jnp.int32) == best, -jnp.inf, left)
-        ids = jnp.stack(chosen)
+            return replace(staging, ids=jnp.full((P,), -1, jnp.int32)), slot_of
+        how = self.implementation
+        ids, slot_of = choose_rows(likely, slot_of, on, layer=target, count=P, implementation=how)
         rows = fetch_rows(
             jnp.arange(P, dtype=jnp.int32),
             ids,
@@ -258,10 +260,16 @@ class StagedTransport(GraphTransport):
             staging.rows,
             {name: pool[target][name] for name in staging.rows},
             distinct=P,
-            implementation=self.implementation,
+            implementation=how,
             regions=self._covered,
         )
-        return replace(staging, ids=ids, rows=rows)
+        return replace(staging, ids=ids, rows=rows), slot_of
+
+    def _by_layer(self, ahead, how):
+        """With `how` of the entries that the predictor reads and writes by layer alone."""
+        rows = self._predictor.predictor.by_layer
+        held = {name: how(value) if name in rows else value for name, value in ahead.predictor.items()}
+        return replace(ahead, predictor=held)
 
     def _serve(self, layer, x, listed, distinct, state, pool):
         y, banks, staging = self._experts(x, listed, distinct, state.banks, pool, staging=state.ahead.staging)
@@ -280,5 +288,6 @@ class StagedTransport(GraphTransport):
             issued = jnp.concatenate([ahead.staging.ids[None], staged[1:]])
             issued = jnp.sum(issued >= 0, axis=1, dtype=jnp.int32)
             counts = ahead.counts.at[self._first :].add(jnp.stack([issued, useful], axis=1))
+            ahead = self._by_layer(ahead, LayerRows.whole)
             ahead = replace(ahead, counts=counts, at=ahead.at + 1, notes=())
         return super().finish_step(replace(state, ahead=ahead))

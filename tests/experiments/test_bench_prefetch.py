@@ -66,6 +66,19 @@ def test_a_dry_run_of_a_trace(script, routes, tmp_path):
     assert learned["learned_requests"] == 2  # those that are not replayed
 
 
+@pytest.mark.slow
+def test_a_dry_run_of_the_compiled_transport(script, routes, tmp_path):
+    options = ("--transport", "device", "--predictors", "cross-layer+temporal", "--shares", "0.25", "--rows", 40)
+    done = run(script, routes, "--dry", *options, "--repeats", 1, "--budget", "4KiB", "--out", tmp_path / "out.json")
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert figures["transport"] == "device" and all(row["equal"] for row in figures["table"])
+    learned, oracle = (row["prefetch"] for row in figures["table"][1:3])
+    assert learned["budget"] == 4096 and learned["rows"]["useful"] and learned["learned_requests"] == 2
+    assert oracle["rows"]["useful"] and not oracle["rows"]["wasted"]
+    assert "on time" in done.output and "of a row" in done.output
+
+
 def test_lines_of_the_table_come_from_the_runs(script):
     def made(predictor, seconds, ids=((1,),)):
         layers = [{"on": True}, {"on": False}]
@@ -90,6 +103,9 @@ def test_wrong_options_end_before_anything_is_loaded(script, routes, tmp_path):
         (("--predictors", "gate-1"), "routers guess from hidden states"),
         (("--model", "x"), "--model x replays its own runs"),
         (("--shares", "2"), "--shares 2: shares lie between 0 and 1"),
+        (("--transport", "resident"), "--transport resident: must be one of callback, device"),
+        (("--transport", "device", "--predictors", "eamc-mean"), "grows with the requests"),
+        (("--budget", "much"), "--budget='much' is not allowed"),
         (("--out", tmp_path / "none" / "out.json"), "there is no directory"),
     ):
         done = run(script, routes, "--dry", *options)

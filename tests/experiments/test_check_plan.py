@@ -18,6 +18,7 @@ MEMORY = {
     "slot_bytes": 300,
     "spare_bytes": 100,
     "staging_bytes": 100,
+    "prefetch_bytes": 0,
     "workspace_bytes": 200,
     "pool_bytes": 5000,
 }

@@ -36,7 +36,8 @@ def test_a_release_by_name(tmp_path, monkeypatch):
     assert memory["device_bytes"] == 40 << 30
     assert (found["slots"]["total"], memory["slot_bytes"]) == (1536, 1536 * row)
     assert (memory["pool_bytes"], found["spare_rows"]) == (6144 * row, 64)
-    device = [memory[f"{part}_bytes"] for part in ("dense", "kv", "state", "workspace", "staging", "slot", "spare")]
+    parts = ("dense", "kv", "state", "workspace", "staging", "prefetch", "slot", "spare")
+    device = [memory[f"{part}_bytes"] for part in parts]
     assert sum(device) == found["total_device_bytes"] <= found["allowed_device_bytes"] == (30 << 30)
     assert found["disk"]["load_seconds"] == pytest.approx((memory["dense_bytes"] + 6144 * row) / 2e9)
     # 48 layers use 8 experts each; 1023 tokens before the one whose step is estimated, and itself.
