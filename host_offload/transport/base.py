@@ -164,7 +164,10 @@ class Transport(abc.ABC):
         """Advances the clock and hands out the routing of the step: (state, (ids, weights, scores) a layer)."""
         return replace(state, step=state.step + 1, record=()), state.record
 
-    def decoded(self, state, ids, good):  # noqa: B027 (most transports learn nothing of it)
+    def report(self, state):  # noqa: B027
+        """Arrays on the device that `decoded` wants on the host, or None."""
+
+    def decoded(self, report, ids, good):  # noqa: B027 (most transports learn nothing of it)
         """A call of decode is over, if the transport `watches`; see `StagedTransport.decoded`."""
 
     def prefetch_stats(self) -> dict | None:

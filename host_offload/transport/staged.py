@@ -142,10 +142,13 @@ class StagedTransport(GraphTransport):
         ahead = replace(state.ahead, predictor=held, at=jnp.zeros((), jnp.int32))
         return super().reset_policy(replace(state, ahead=ahead))
 
-    def decoded(self, state, ids, good):
-        """A call of decode is over: ids [steps, layers, B, K] of the layers that a decode step runs, good [steps, B]
-        bool, the rows that were live."""
-        counts, waiting = jax.device_get((state.ahead.counts, state.ahead.staging.ids))
+    def report(self, state):
+        return state.ahead.counts, state.ahead.staging.ids
+
+    def decoded(self, report, ids, good):
+        """A call of decode is over: what `report` named, as NumPy arrays; ids [steps, layers, B, K] of the layers that
+        a decode step runs, good [steps, B] bool, the rows that were live."""
+        counts, waiting = report
         self._waiting = int((waiting >= 0).sum())
         self.books.add(counts)
         steps = len(ids)

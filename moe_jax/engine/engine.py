@@ -271,7 +271,8 @@ class Run:
             "decode", (2,), static, engine.params, engine.operands, loop, draws, self._forced
         )
         self._keep(loop)
-        out, done, self.live, routed = jax.device_get((out, done, loop.live, routed))
+        wanted = out, done, loop.live, routed, transport.report(loop.cache)
+        out, done, self.live, routed, report = jax.device_get(wanted)
         self.live = np.array(self.live)
         out = out[: len(self.prompts), :done]
         counters = transport.read_counters(loop.cache)
@@ -284,7 +285,7 @@ class Run:
         if self._record:
             self._note_routing(routed[0][:steps], routed[1][:steps], good.T[:steps], phase=1)
         if transport.watches:
-            transport.decoded(loop.cache, routed[0][:steps], good.T[:steps])
+            transport.decoded(report, routed[0][:steps], good.T[:steps])
             engine.follow_transport()
         self._step += done
         self._count_compilation()

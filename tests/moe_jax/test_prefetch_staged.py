@@ -261,22 +261,22 @@ def test_verdicts_of_the_shut_off():
         counts[0] = 16, useful
         return shutoff.tell(counts, steps)
 
-    assert not any(tell(1) for _ in range(8)), "one of 16 is enough"
-    assert shutoff.to_dict(0)["reason"] == "8 of the last 128 rows were used"
+    assert not any(tell(3) for _ in range(8)), "one of six is enough"
+    assert shutoff.to_dict(0)["reason"] == "24 of the last 128 rows were used"
     assert shutoff.to_dict(1) == {
         "on": True,
         "reason": "being tried: 0 of the last 0 rows were used",
         "staged": 0,
         "useful": 0,
     }
-    assert tell(0) and not shutoff.on[0] and shutoff.on[1]
-    assert "only 8 of the last 144 rows were used; tried again in 256 steps" in shutoff.to_dict(0)["reason"]
+    assert not tell(0) and tell(0) and not shutoff.on[0] and shutoff.on[1]
+    assert "only 24 of the last 160 rows were used; tried again in 256 steps" in shutoff.to_dict(0)["reason"]
     assert not tell(0, 255) and tell(0, 1) and shutoff.on[0]
     assert not tell(0) and not tell(0) and not tell(0) and tell(0)
     assert "tried again in 512 steps" in shutoff.to_dict(0)["reason"], "twice as long"
     assert tell(0, 512)
     for _ in range(40):
-        tell(2)
+        tell(3)
     assert shutoff.to_dict(0)["staged"] == StagingShutOff.WINDOW and shutoff.on[0]
     always = StagingShutOff(2, enabled=False)
     assert not any(always.tell(np.array([[64, 0], [64, 0]]), 64) for _ in range(9))
