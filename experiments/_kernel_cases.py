@@ -21,10 +21,13 @@ from _released import CONFIGS
 from _row_cases import head_lines, heads, routing, row_linear, row_lines
 
 from host_offload.plan import apply, plan_event
+from host_offload.prefetch.staging import AUTO_BUDGET
 from moe_jax.engine.engine import block_rows
 from moe_jax.models.registry import family_for
-from pallas_kernels.expert_ffn import ExpertSpec, decode, group_pairs, grouped
+from pallas_kernels.choose_rows import choose_rows
+from pallas_kernels.expert_ffn import ExpertSpec, Staging, decode, expert_ffn_decode, group_pairs, grouped
 from pallas_kernels.expert_ffn import ref as expert_ref
+from pallas_kernels.expert_ffn.staging import choose_prefix, regions
 from pallas_kernels.fetch_rows import fetch_rows
 from pallas_kernels.formats import FP8, INT4, MXFP4, Dense, Format
 from pallas_kernels.paged_attention import kernel as attention_kernel
@@ -248,6 +251,44 @@ def fetch(shape: str, form: str, small: bool) -> Case:
 
     moved = K * experts.row_bytes
     return Case(_host_rows(experts, sets), step, error, 0.0, sets, moved=moved, memory="link", aim=0.9)
+
+
+def staged(shape: str, form: str, small: bool) -> Case:
+    """As `expert_ffn_deposit`, after the first 2 MiB of one of the K rows were chosen and staged."""
+    experts = experts_of(shape, form, small)
+    K, sets, tensors = experts.K, sets_for(experts.K * experts.row_bytes, small), experts.tensors()
+    every, keep, count = jnp.arange(K, dtype=jnp.int32), jnp.ones((K,), jnp.int32), jnp.array([K], jnp.int32)
+    prefix = choose_prefix(experts.spec, tensors, AUTO_BUDGET, {"gate_up": 16, "down": 16})
+    covered = regions(prefix, experts.spec, {name: size for name, (size, _) in tensors.items()})
+    nothing, on = jnp.full((1, sets * K), -1, jnp.int32), jnp.ones((1,), jnp.int32)
+
+    def make():
+        data, state = _host_rows(experts, sets)()
+        held = empty_bank(experts, 1)
+        return data, state | {"held": {name: held[name] for name in covered}}
+
+    def step(implementation):
+        how = {"implementation": implementation}
+
+        def call(data, state, j):
+            rows = every + j * K
+            likely = jnp.where(jnp.arange(sets * K) == j * K + 1, 1.0, -jnp.inf)
+            ids, _ = choose_rows(likely, nothing, on, layer=0, count=1, **how)
+            pool = {name: data["pool"][name] for name in covered}
+            held = fetch_rows(every[:1], ids, count // K, state["held"], pool, distinct=1, regions=covered, **how)
+            entries = data["x"], rows, rows, keep, count, state["banks"], data["pool"]
+            staging = Staging(ids, held, prefix)
+            y, banks, staging = expert_ffn_decode(*entries, distinct=K, spec=experts.spec, staging=staging, **how)
+            return {"out": y, "banks": banks, "held": staging.rows}
+
+        return call
+
+    def error(data, first, last):
+        x, run = data["x"].astype(jnp.float32), _decode(experts, K, None)
+        want = run("xla", x, every, every, keep, count, last["banks"], None)[0]
+        return relative(last["out"], want) + _moved(data, last["banks"])
+
+    return Case(make, step, error, 0.01, sets, moved=K * experts.row_bytes, memory="link")
 
 
 def expert_ffn_prefill(shape: str, form: str, small: bool, tiles=None) -> Case:
@@ -484,6 +525,7 @@ def entries(batches: tuple[int, ...], small: bool) -> list[Entry]:
         found += [entry("paged_attention", shape, "bf16", size, attention, batch, context) for shape in ATTENTION]
     found += [entry("expert_ffn_deposit", *at, "B1", expert_ffn_deposit, at[1]) for at in host]
     found += [entry("fetch_rows", *at, "B1", fetch, at[1]) for at in host]
+    found += [entry("expert_ffn_staged", *at, "B1", staged, at[1]) for at in host]
     for at in by_format:
         if at[0] in PREFILL:
             found.append(entry("expert_ffn_prefill", *at, f"T{PREFILL_TOKENS}", expert_ffn_prefill, at[1]))

@@ -17,7 +17,7 @@ from host_offload.pool import ExpertPool
 from host_offload.predictor import get_predictor
 from host_offload.prefetch import Experience, ExperienceError, PrefetchSettings, StagingSettings
 from host_offload.prefetch.live import GATES
-from host_offload.prefetch.staging import check_traceable
+from host_offload.prefetch.staging import GraphPredictor
 from host_offload.store import ExpertStore, PackedRows, RowSource, StoreError
 from host_offload.transport import TRANSPORTS
 from host_offload.transport.prefetching import PrefetchTransport
@@ -272,7 +272,7 @@ def check_prefetch(config: OffloadConfig, cfg=None) -> None:
     try:
         get_predictor(config.prefetch).learn(Experience(1, 1))
         if config.transport == "device":
-            check_traceable(config.prefetch)
+            GraphPredictor(config.prefetch, Experience(1, 1))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"prefetch={config.prefetch!r}: {error}") from error
     if cfg is not None and cfg.encoder_decoder and config.prefetch in GATES:

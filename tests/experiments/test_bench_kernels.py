@@ -45,7 +45,7 @@ def test_every_kernel_runs_and_is_right(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_kernels, "entries", first_of_each)
     code, rows, text = bench(tmp_path, "--verbose")
     assert code == 0, text
-    assert {row["op"] for row in rows} == {entry.op for entry in _kernel_cases.entries((1,), True)} and len(rows) == 12
+    assert {row["op"] for row in rows} == {entry.op for entry in _kernel_cases.entries((1,), True)} and len(rows) == 13
     for row in rows:
         assert row["status"] == "ok" and 0 <= row["error"] <= row["tolerance"] and row["op"] in text
         assert 0 < row["us_least"] <= row["us"] <= row["us_most"] and row["xla_us"] > 0

@@ -65,6 +65,14 @@ def test_no_program_copies_a_bank_a_slab_or_a_page_pool(moe):
     assert len(shapes) == 5  # two tensors in a bank and in a slab each, and pages: all told apart
 
 
+def test_nor_does_one_that_prefetches(tiny):
+    config = {"transport": "device", "prefetch": "cross-layer+temporal", "max_batch": 1}
+    with MoE(tiny("mixtral_swa_tied"), CONFIG | config) as moe:
+        moe.generate(PROMPT, 5, eos_token_id=[])
+        for name, text in moe._engine.programs.texts():
+            assert copies(text, large_arrays(moe)) == [], name
+
+
 def test_banks_and_pages_stay_where_they_are(moe):
     def places():
         arrays = [*moe._engine.cache.banks.values(), *jax.tree.leaves(moe._engine._kv)]
