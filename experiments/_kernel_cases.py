@@ -273,7 +273,7 @@ def staged(shape: str, form: str, small: bool) -> Case:
         def call(data, state, j):
             rows = every + j * K
             likely = jnp.where(jnp.arange(sets * K) == j * K + 1, 1.0, -jnp.inf)
-            ids, _ = choose_rows(likely, nothing, on, layer=0, count=1, **how)
+            ids, _ = choose_rows(likely, nothing, on, layer=0, count=1, width=1, **how)
             pool = {name: data["pool"][name] for name in covered}
             held = fetch_rows(every[:1], ids, count // K, state["held"], pool, distinct=1, regions=covered, **how)
             entries = data["x"], rows, rows, keep, count, state["banks"], data["pool"]

@@ -211,7 +211,7 @@ class StagedTransport(GraphTransport):
             if layer == self._first:
                 state = replace(state, ahead=self._by_layer(state.ahead, LayerRows))
             y, new = self._decode(layer, x, ids, weights, scores, live, state, pool[layer], control)
-            target = self._target(layer)
+            target, width = self._target(layer), min(self.spec.E, ids.size)  # as many as an event may need
             with jax.named_scope("prefetch"):
                 ahead, likely = new.ahead, None
                 if not self.gate:
@@ -228,7 +228,7 @@ class StagedTransport(GraphTransport):
                         likely = values["script"][ahead.at, int(target <= layer), target]
                     else:
                         likely = self._predictor.scores(ahead.predictor, values["learned"], layer, target)
-                staging, slot_of = self._stage(target, likely, new.slot_of, values["on"], ahead.staging, pool)
+                staging, slot_of = self._stage(target, likely, width, new.slot_of, values["on"], ahead.staging, pool)
                 ahead = replace(ahead, staging=staging, notes=(*ahead.notes, note))
             return y, record(replace(new, ahead=ahead, slot_of=slot_of), ids, weights, scores)
 
@@ -248,14 +248,14 @@ class StagedTransport(GraphTransport):
         chosen = guess[:, :, None] == jnp.arange(self.spec.E, dtype=guess.dtype)
         return jnp.max(jnp.where(chosen, value[:, :, None], -jnp.inf), axis=(0, 1))
 
-    def _stage(self, target, likely, slot_of, on, staging, pool):
-        """(Staging for layer `target`: of the experts without a slot those of the highest scores `likely` [E]; slot_of
-        in the order of its uses)."""
+    def _stage(self, target, likely, width, slot_of, on, staging, pool):
+        """(Staging for layer `target`: of the `width` experts of the highest scores `likely` [E] those without a slot;
+        slot_of in the order of its uses)."""
         P = self.settings.rows
         if target is None:
             return replace(staging, ids=jnp.full((P,), -1, jnp.int32)), slot_of
         how = self.implementation
-        ids, slot_of = choose_rows(likely, slot_of, on, layer=target, count=P, implementation=how)
+        ids, slot_of = choose_rows(likely, slot_of, on, layer=target, count=P, width=width, implementation=how)
         rows = fetch_rows(
             jnp.arange(P, dtype=jnp.int32),
             ids,

@@ -11,14 +11,17 @@ __all__ = ["choose_rows"]
 IMPLEMENTATIONS = ("pallas", "interpret", "xla")
 
 
-def choose_rows(likely, slot_of, on, *, layer, count, implementation):
-    """Ids of up to `count` experts of `layer`, best first, by falling `likely`; ties: the lower id.
+def choose_rows(likely, slot_of, on, *, layer, count, width, implementation):
+    """Ids of up to `count` experts of `layer` that have no slot and are among the `width` likeliest, best first.
+
+    Ties: the lower id. Of the experts beyond `width`, which an event will hardly need, none is chosen, even if all
+    likelier ones have slots.
 
     Args:
       likely: [E] f32, higher = likelier; -inf is never chosen.
       slot_of: [L, E] i32, bank row of each expert with a slot, -1 for the others.
       on: [L] i32, 0 for a layer of which nothing is to be chosen.
-      layer: static; count: P, static, at least 1.
+      layer: static; count: P, static, at least 1; width: static, as many as an event needs.
       implementation: see the module.
 
     Returns:
@@ -31,6 +34,6 @@ def choose_rows(likely, slot_of, on, *, layer, count, implementation):
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation = {implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
     if implementation == "xla":
-        return ref.choose_rows(likely, slot_of, on, layer=layer, count=count)
+        return ref.choose_rows(likely, slot_of, on, layer=layer, count=count, width=width)
     interpret = implementation == "interpret"
-    return kernel.choose_rows(likely, slot_of, on, layer=layer, count=count, interpret=interpret)
+    return kernel.choose_rows(likely, slot_of, on, layer=layer, count=count, width=width, interpret=interpret)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels._compat import call, load, next_power_of_2
 
 
-def _kernel(likely_ref, slot_ref, on_ref, ids_ref, _, *, layer, experts, count):
+def _kernel(likely_ref, slot_ref, on_ref, ids_ref, _, *, layer, experts, count, width):
     e = jnp.arange(next_power_of_2(experts), dtype=jnp.int32)
     real = e < experts
     likely = load(likely_ref.at[e], mask=real, other=-jnp.inf)
@@ -21,15 +21,16 @@ def _kernel(likely_ref, slot_ref, on_ref, ids_ref, _, *, layer, experts, count):
     for p in range(count):
         most = jnp.max(left)
         best = jnp.min(jnp.where(left == most, e, experts))
-        ids_ref[p] = jnp.where(most > -jnp.inf, best, -1)
+        before = jnp.sum(((likely > most) | ((likely == most) & (e < best))).astype(jnp.int32))
+        ids_ref[p] = jnp.where((most > -jnp.inf) & (before < width), best, -1)
         left = jnp.where(e == best, -jnp.inf, left)
 
 
-def choose_rows(likely, slot_of, on, *, layer, count, interpret=False):
+def choose_rows(likely, slot_of, on, *, layer, count, width, interpret=False):
     """See `pallas_kernels.choose_rows.choose_rows`."""
     experts = likely.shape[0]
     ids, slots = call(
-        functools.partial(_kernel, layer=layer, experts=experts, count=count),
+        functools.partial(_kernel, layer=layer, experts=experts, count=count, width=width),
         grid=(1,),
         out_shape=(
             jax.ShapeDtypeStruct((count,), jnp.int32),
