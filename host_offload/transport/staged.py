@@ -60,13 +60,13 @@ class StagedTransport(GraphTransport):
 
     def __init__(self, *args, prefetch, **kwargs):
         super().__init__(*args, **kwargs)
-        if self.without_kernel:
-            raise ValueError(f"prefetch in transport='device' is the work of its expert kernels: {self.without_kernel}")
         shapes = {name: shape for name, (shape, _) in self.spec.tensors.items()}
         self._covered = regions(prefetch.prefix, self.experts, shapes)
         self._first = self.starts[-1]  # decode steps run the layers from here on
         self._script, self._predictor = None, None
         try:
+            if why := self.without_kernel:
+                raise ValueError(f"prefetch in transport='device' is the work of its expert kernels: {why}")
             self.use(prefetch)
         except BaseException:
             self.close()
@@ -135,11 +135,14 @@ class StagedTransport(GraphTransport):
         return replace(state, ahead=replace(state.ahead, counts=jnp.zeros_like(state.ahead.counts)))
 
     def reset_policy(self, state):
-        """Also the predictor's. What waits in staging stays: a row's bytes never change."""
+        """Also the predictor's. What waits in staging is dropped: it was for the last request, and the prompt that comes
+        now may give it a slot, so that its use would not be known to be a miss."""
         script, self._script = self._script, None
         held, changed = self._predictor.begin(state.ahead.predictor, script)
         self.changed |= changed
-        ahead = replace(state.ahead, predictor=held, at=jnp.zeros((), jnp.int32))
+        staging = replace(state.ahead.staging, ids=jnp.full((self.settings.rows,), -1, jnp.int32))
+        self._waiting = 0
+        ahead = replace(state.ahead, staging=staging, predictor=held, at=jnp.zeros((), jnp.int32))
         return super().reset_policy(replace(state, ahead=ahead))
 
     def report(self, state):
