@@ -135,8 +135,8 @@ class StagedTransport(GraphTransport):
         return replace(state, ahead=replace(state.ahead, counts=jnp.zeros_like(state.ahead.counts)))
 
     def reset_policy(self, state):
-        """Also the predictor's. What waits in staging is dropped: it was for the last request, and the prompt that comes
-        now may give it a slot, so that its use would not be known to be a miss."""
+        """Also the predictor's. What waits in staging is dropped: it was for the last request, and the prompt that
+        comes now may give it a slot, so that its use would not be known to be a miss."""
         script, self._script = self._script, None
         held, changed = self._predictor.begin(state.ahead.predictor, script)
         self.changed |= changed
