@@ -102,24 +102,22 @@ def own_trace(moe: MoE, tokens: int) -> tuple[Trace, dict[int, np.ndarray]]:
 
 
 class Verdicts:
-    """What the shut-off of a transport found."""
+    """What the shut-off of a transport finds in the run that comes."""
 
     def __init__(self, transport):
-        staged = transport.name == "device"
-        self._owner, self._name = (transport, "shutoff") if staged else (transport._prefetcher, "shutoffs")
-
-    @property
-    def _found(self):
-        return getattr(self._owner, self._name)
+        self._staged = transport.name == "device"
+        self._owner, self._name = (transport, "shutoff") if self._staged else (transport._prefetcher, "shutoffs")
+        self._found = getattr(self._owner, self._name)
 
     def take(self, other: "Verdicts"):
         """Begins with what `other` found."""
-        setattr(self._owner, self._name, copy.deepcopy(other._found))
+        self._found = copy.deepcopy(other._found)
+        setattr(self._owner, self._name, self._found)
 
     @property
     def decided(self) -> bool:
-        """Whether there is a verdict for every layer; in the compiled step there is one from the start."""
-        return self._name == "shutoff" or all(shutoff.decided for shutoff in self._found)
+        """Whether there is a verdict for every layer; in the compiled step all stage until there is one."""
+        return self._staged or all(shutoff.decided for shutoff in self._found)
 
 
 def measure(moe: MoE, trace: Trace, prompts, predictor: str, share: float, seen: Experience, repeats: int) -> Run:
