@@ -66,9 +66,11 @@ def test_no_program_copies_a_bank_a_slab_or_a_page_pool(moe):
 
 
 def test_nor_does_one_that_prefetches(tiny):
-    config = {"transport": "device", "prefetch": "cross-layer+temporal", "max_batch": 1}
+    # A budget of one row: staging then has another shape than a slab.
+    config = {"transport": "device", "prefetch": "cross-layer+temporal", "prefetch_budget": "48KiB", "max_batch": 1}
     with MoE(tiny("mixtral_swa_tied"), CONFIG | config) as moe:
         moe.generate(PROMPT, 5, eos_token_id=[])
+        assert moe.stats()["prefetch"]["staging_rows"] == 1
         for name, text in moe._engine.programs.texts():
             assert copies(text, large_arrays(moe)) == [], name
 
