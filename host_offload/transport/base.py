@@ -46,6 +46,7 @@ class Transport(abc.ABC):
     scripted = False  # whether a run needs its steps told ahead of time
     watches = False  # whether `decoded` wants to know of the routing of decode
     changed = False  # whether `operands` has news for the next call of a program
+    decode_options = None  # of XLA for decode programs: {name: value}
     prefetch_bytes = 0  # device memory for what is fetched ahead, beside the banks
 
     def __init__(
