@@ -137,11 +137,14 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
             if "unroll" in tiles:
                 tiles["unroll_missing"] = tiles["unroll"]
             found.append({kernel: tiles})
+        if "row_sides" in base[kernel]:
+            found.append({kernel: {"row_sides": not base[kernel]["row_sides"]}})
     return found
 
 
 def deposit_variants(experts: Experts, base: Tiles) -> list[Tiles]:
-    """Overrides of how many tiles are read at a time from pinned memory; those that fill rows as the default does."""
+    """Overrides of how rows in pinned memory are read: how many tiles at a time (those that fill rows as the default
+    does), and scales a tile or a row at a time."""
     found: list[Tiles] = [{}]
     for kernel, n_in in (("gate_up", experts.D), ("down", experts.F)):
         form, tiles = getattr(experts.spec, kernel), base[kernel]
@@ -151,6 +154,8 @@ def deposit_variants(experts: Experts, base: Tiles) -> list[Tiles]:
         for unroll in (1, 2, 3, 4, 6, 8):
             if unroll != tiles["unroll_missing"] and (rest or steps % unroll == 0):
                 found.append({kernel: {"unroll_missing": unroll}})
+        if not dense:
+            found.append({kernel: {"row_sides_missing": not tiles["row_sides_missing"]}})
     return found
 
 
