@@ -151,7 +151,7 @@ def deposit_variants(experts: Experts, base: Tiles) -> list[Tiles]:
         dense = isinstance(form, Dense)
         size = tiles["block_in"] if dense else tiles["units"] * unit_words(form)
         steps, rest = divmod(n_in if dense else n_in // lanes(form), size)
-        for unroll in (1, 2, 3, 4, 6, 8):
+        for unroll in (1, 2, 4, 8):
             if unroll != tiles["unroll_missing"] and (rest or steps % unroll == 0):
                 found.append({kernel: {"unroll_missing": unroll}})
         if not dense:

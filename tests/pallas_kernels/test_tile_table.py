@@ -30,7 +30,7 @@ def write(tmp_path, monkeypatch):
 
 def test_the_table_of_the_package_fits_the_kernels():
     for key, entry in json.loads(tile_table.FILE.read_text()).items():
-        assert re.fullmatch(r"(dequant_gemm|expert_ffn|expert_ffn_prefill|paged_attention) \S.* \[.*\] \S.*", key), key
+        assert re.fullmatch(r"(dequant_gemm|expert_ffn|expert_ffn_prefill|paged_attention|row_linear) \S.* \[.*\] \S.*", key), key
         assert entry["tiles"] and entry["us"] > 0
     root = Path(__file__).resolve().parents[2]
     data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
