@@ -186,6 +186,8 @@ class GraphTransport(Transport):
                     policy=self.policy if fused else None,
                     state=state.policy if fused else None,
                     step=state.step if fused else None,
+                    # A policy outside of the kernel, and the sum over several tokens, are XLA's and read this plan.
+                    feeds_kernels=fused and x.shape[0] == 1 and self.ffn_implementation != "xla",
                     interpret=self.implementation == "interpret",
                 )
                 rows, src, deposit, count, entry = (listed[k] for k in ("rows", "src", "deposit", "count", "entry"))
