@@ -22,7 +22,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from collections.abc import Callable, Iterator  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import jax  # noqa: E402
@@ -30,6 +30,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import tiny_models  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from jax._src import compiler  # noqa: E402  (jax has no public way to give XLA an option for every program)
 
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -38,6 +39,34 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # Continuous integration draws the same examples each time: what it judges is the change. Others look further.
 settings.register_profile("moe-jax", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("moe-jax")
+
+# Compilation was three quarters of the suite's time, so programs are barely optimised: without most of LLVM's passes,
+# and with loops from XLA's older emitter, which takes no trip through MLIR. Both together compile in less than half of
+# the time; either one alone gives little, or costs more. HLO is optimised as always. Tests of how programs compute, or
+# for how long, are marked `fully_optimised` and get what users get, as do processes that tests start.
+# A field of the message that holds the options is merged with what follows it, and has no attribute in Python:
+# executable_build_options (3), debug_options (3), xla_backend_extra_options (500), of one key without a value.
+OLDER_EMITTER = b"\x1a,\x1a*\xa2\x1f'\n#xla_cpu_disable_new_fusion_emitters\x12\x00"
+_compile_options = compiler.get_compile_options
+
+
+def _options_of_tests(*args, **kwargs):
+    options = _compile_options(*args, **kwargs)
+    if jax.config.read("jax_disable_most_optimizations"):
+        options = type(options).ParseFromString(options.SerializeAsString() + OLDER_EMITTER)
+    return options
+
+
+compiler.get_compile_options = _options_of_tests
+jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before a fixture of the test compiles
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    barely = item.get_closest_marker("fully_optimised") is None
+    if barely != jax.config.read("jax_disable_most_optimizations"):
+        jax.config.update("jax_disable_most_optimizations", barely)
+        jax.clear_caches()  # jax does not find a compiled function by this setting
 
 
 @pytest.fixture(scope="session")
@@ -54,19 +83,6 @@ def tiny(tmp_path_factory) -> Callable[[str], Path]:
         return built[name]
 
     return directory
-
-
-@pytest.fixture(scope="module")
-def barely_optimised() -> Iterator[None]:
-    """Programs of the module are compiled without most of LLVM's passes, which take half of the time or more.
-
-    For tests of what programs do, not of how exactly they compute: calls, caches, faults. HLO is optimised as always.
-    """
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-    jax.clear_caches()  # the setting is no part of what jax finds a compiled function by: other modules get their own
 
 
 @pytest.fixture(scope="session")

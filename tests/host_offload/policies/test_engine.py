@@ -6,8 +6,6 @@ from host_offload.policy import get_policy, list_policies
 from moe_jax import MoE
 from moe_jax.config import ConfigError
 
-pytestmark = pytest.mark.usefixtures("barely_optimised")
-
 NAMES = [name for name in list_policies() if type(get_policy(name)).__module__.startswith("host_offload.")]
 PROMPT = [3, 5, 7, 9, 11]
 

@@ -176,6 +176,7 @@ def test_a_finished_row_changes_nothing_for_the_others(name, load_tiny, expected
 
 
 @pytest.mark.slow
+@pytest.mark.fully_optimised
 @pytest.mark.parametrize("tokens", (1, 8), ids=("decode", "prefill"))
 @pytest.mark.parametrize("name", ("qwen3_moe", "deepseek_v2_lite", "jamba", "qwen3_5_moe", "deepseek_v4"))
 def test_pools_are_updated_in_place(name, tokens, load_tiny):
