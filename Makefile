@@ -12,8 +12,9 @@ ARGS ?=
 WORKERS ?= logical
 PYTEST_ARGS ?=
 
-# The tests of a file share models that are loaded once, so a file goes to one worker. A worker of two took 3.5 GB.
-PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
+# The tests of a file share models that are loaded once, so a file goes to one worker; tests/conftest.py says in which
+# order. A worker of two took 3.5 GB.
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help env demo test quick lint format oracle clean distclean
 

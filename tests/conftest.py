@@ -6,6 +6,7 @@ that enters JAX again can otherwise deadlock), products in full fp32, and a comp
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -67,6 +68,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if barely != jax.config.read("jax_disable_most_optimizations"):
         jax.config.update("jax_disable_most_optimizations", barely)
         jax.clear_caches()  # jax does not find a compiled function by this setting
+
+
+# Files that take a minute or more, the longest first. A worker takes the next file when it is done with one: a long one
+# taken last would leave the others idle. (By itself xdist begins with the files that hold the most tests.)
+LONGEST = ("test_lossless_families.py",)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        rank = {f"{Path(__file__).parent}/{name}": number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a million objects of the imports, which the collector would look through again and again
 
 
 @pytest.fixture(scope="session")
