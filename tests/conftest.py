@@ -43,17 +43,19 @@ settings.load_profile("moe-jax")
 
 # Compilation was three quarters of the suite's time, so programs are barely optimised: without most of LLVM's passes,
 # and with loops from XLA's older emitter, which takes no trip through MLIR. Both together compile in less than half of
-# the time; either one alone gives little, or costs more. HLO is optimised as always. Tests of how programs compute, or
-# for how long, are marked `fully_optimised` and get what users get, as do processes that tests start.
+# the time; the older emitter alone would cost more. HLO is optimised as always. `usual_emitter` marks tests that
+# compare programs bit for bit (the older one sums in another order in each), `fully_optimised` those of how programs
+# compute, or for how long: they get what users get, as do processes that tests start.
 # A field of the message that holds the options is merged with what follows it, and has no attribute in Python:
 # executable_build_options (3), debug_options (3), xla_backend_extra_options (500), of one key without a value.
 OLDER_EMITTER = b"\x1a,\x1a*\xa2\x1f'\n#xla_cpu_disable_new_fusion_emitters\x12\x00"
 _compile_options = compiler.get_compile_options
+_older_emitter = True
 
 
 def _options_of_tests(*args, **kwargs):
     options = _compile_options(*args, **kwargs)
-    if jax.config.read("jax_disable_most_optimizations"):
+    if _older_emitter:
         options = type(options).ParseFromString(options.SerializeAsString() + OLDER_EMITTER)
     return options
 
@@ -64,15 +66,32 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 @pytest.hookimpl(tryfirst=True)  # before a fixture of the test compiles
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    barely = item.get_closest_marker("fully_optimised") is None
-    if barely != jax.config.read("jax_disable_most_optimizations"):
-        jax.config.update("jax_disable_most_optimizations", barely)
-        jax.clear_caches()  # jax does not find a compiled function by this setting
+    global _older_emitter
+    fully = item.get_closest_marker("fully_optimised") is not None
+    older = not fully and item.get_closest_marker("usual_emitter") is None
+    if (not fully, older) != (jax.config.read("jax_disable_most_optimizations"), _older_emitter):
+        jax.config.update("jax_disable_most_optimizations", not fully)
+        _older_emitter = older
+        jax.clear_caches()  # jax does not find a compiled function by these settings
 
 
-# Files that take a minute or more, the longest first. A worker takes the next file when it is done with one: a long one
-# taken last would leave the others idle. (By itself xdist begins with the files that hold the most tests.)
-LONGEST = ("test_lossless_families.py",)
+# The longest files, the longest first. A worker takes the next file when it is done with one: a long one that is
+# taken last leaves the others idle. (By itself xdist begins with the files that hold the most tests.)
+LONGEST = (
+    "moe_jax/test_lossless_families.py",
+    "pallas_kernels/test_expert_spec.py",
+    "moe_jax/models/test_parity.py",
+    "moe_jax/test_lossless.py",
+    "experiments/test_documents.py",
+    "experiments/test_bench_kernels.py",
+    "experiments/test_run_generate.py",
+    "moe_jax/models/test_packed_dense.py",
+    "moe_jax/conversion/test_rows.py",
+    "moe_jax/test_encoder_decoder.py",
+    "host_offload/test_simulate.py",
+    "host_offload/policies/test_engine.py",
+    "moe_jax/test_lookahead.py",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
