@@ -11,18 +11,13 @@ PROMPT = [3, 5, 7, 9, 11]
 
 
 @pytest.fixture(scope="module")
-def models(tiny):
-    """One model a transport: what the callback transport compiled serves every policy, the host decides."""
-    config = {"cache_rate": 0.5, "progress": False}
-    with (
-        MoE(tiny("mixtral"), config | {"transport": "callback"}) as callback,
-        MoE(tiny("mixtral"), config | {"transport": "device"}) as device,
-    ):
-        yield {"callback": callback, "device": device}
+def moe(tiny):
+    with MoE(tiny("mixtral"), {"cache_rate": 0.5, "progress": False}) as model:
+        yield model
 
 
-def run(moe, policy):
-    moe.set_cache(policy)
+def run(moe, policy, transport):
+    moe.set_cache(policy, transport=transport)
     tokens = [row.tolist() for row in moe.generate([PROMPT], max_new_tokens=8)]
     decode = moe.stats()["last"]["decode"]
     return tokens, (decode["hits"], decode["misses"], decode["bypasses"], decode["evictions"])
@@ -30,12 +25,12 @@ def run(moe, policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_of_lru(models, name):
-    tokens, _ = run(models["callback"], "lru")
-    ours = run(models["callback"], name)
+def test_tokens_are_those_of_lru(moe, name):
+    tokens, _ = run(moe, "lru", "callback")
+    ours = run(moe, name, "callback")
     assert ours[0] == tokens
     if get_policy(name).host_only:
         with pytest.raises(ConfigError, match=f"{name}.*on the host only"):
-            models["device"].set_cache(name, transport="device")
+            moe.set_cache(name, transport="device")
     else:
-        assert run(models["device"], name) == ours
+        assert run(moe, name, "device") == ours
