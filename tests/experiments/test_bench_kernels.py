@@ -23,7 +23,6 @@ from pallas_kernels import tile_table
 from pallas_kernels.dequant_gemm.arg_specs import ARG_SPECS
 from pallas_kernels.formats import FP8, INT4, MXFP4, Dense
 
-pytestmark = pytest.mark.fully_optimised  # kernels in the interpreter run longer than they compile
 RATES = bench_kernels.Rates(Ceilings(50.0, 4000.0, "given", "given"), 700.0)
 
 
