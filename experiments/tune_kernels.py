@@ -7,9 +7,12 @@ are then run together. Every variant is checked as `bench_kernels.py` does. The 
 (`pallas_kernels/tile_table.py`): the fastest tiles replace the entry of their class, other entries are kept.
 """
 
+import collections
 import itertools
 import json
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +22,17 @@ from _gemm_cases import gemm_of
 from _kernel_cases import PAGE, Entry, Experts, experts_of
 from _outputs import write_json
 from _row_cases import row_of
-from bench_kernels import Ready, compiled_or_dry, find_rates, measure, prepare, prepare_all, select, workers
+from bench_kernels import (
+    Ready,
+    compiled_or_dry,
+    find_rates,
+    make_operands,
+    measure,
+    prepare,
+    prepare_all,
+    select,
+    workers,
+)
 from rich.console import Console
 from rich.table import Table
 from typer import Option
@@ -191,16 +204,49 @@ def best_of_both(results: list[tuple[Tiles, dict[str, Any]]]) -> Tiles | None:
     return best if len(best) == 2 else None
 
 
-def try_all(entry: Entry, tried: list[Tiles], implementation: str, seconds, limit: float, like: Ready):
+@dataclass
+class Line:
+    """A line of the benchmark and its variants. `first` has its data and reference, `error` says why it has none."""
+
+    entry: Entry
+    key: str
+    base: Tiles
+    tried: list[Tiles]
+    first: Ready | None = None
+    error: str | None = None
+    compiled: list[Future] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def compile_line(line: Line, implementation: str, seconds, limit: float) -> Line:
+    """`line` with its programs; those of the next line are compiled while this one's are timed."""
+    started = time.perf_counter()
+    try:
+        line.first = prepare(line.entry, implementation, seconds, False)
+    except Exception as error:  # this line's alone; reported, and exits 1
+        line.error = f"{type(error).__name__}: {error}"
+        return line
+    line.compiled = compile_all(line, line.tried, implementation, seconds, limit)
+    line.seconds = time.perf_counter() - started
+    return line
+
+
+def compile_all(line: Line, tried: list[Tiles], implementation: str, seconds, limit: float) -> list[Future]:
+    jobs = [
+        lambda t=tiles: prepare(line.entry, implementation, seconds, False, tiles=t, like=line.first) for tiles in tried
+    ]
+    return prepare_all(jobs, workers(implementation == "interpret"), limit)
+
+
+def measure_all(tried: list[Tiles], compiled: list[Future], data, limit: float):
     """([(tiles, row of `measure`)] of the variants that gave the right result, [(tiles, why not)] of the others)."""
-    jobs = [lambda t=tiles: prepare(entry, implementation, seconds, False, tiles=t, like=like) for tiles in tried]
     right, failed = [], []
-    for tiles, future in zip(tried, prepare_all(jobs, workers(implementation == "interpret"), limit), strict=True):
+    for tiles, future in zip(tried, compiled, strict=True):
         if future.cancelled():
             failed.append((tiles, f"not compiled within {limit:.0f} s"))
             continue
         try:
-            row = measure(future.result(), None)
+            row = measure(future.result(), None, data)
         except Exception as error:  # tiles too large for the card, for one; reported, and the others go on
             failed.append((tiles, f"{type(error).__name__}: {str(error)[:200]}"))
             continue
@@ -223,6 +269,14 @@ def show(results, failed, nbytes: int) -> None:
     console.print(out)
     for tiles, why in failed:
         console.print(f"{json.dumps(tiles)}: {why}", style="red", markup=False)
+
+
+def entry_of(op: str, line: Line, results, before: dict[str, Any]) -> dict[str, Any]:
+    """A class's entry of the table: its tiles, and microseconds with them and with those of before."""
+    tiles, row = results[0]
+    default = next((row["us"] for tiles, row in results if not tiles), None)
+    what, kept = ("deposit_", before) if op == "expert_ffn_deposit" else ("", {})
+    return kept | {"tiles": merged(line.base, tiles), f"{what}us": row["us"], f"{what}before_us": default}
 
 
 def existing(out: Path | None) -> dict[str, Any]:
@@ -265,38 +319,45 @@ def main(
     if not chosen:
         raise typer.BadParameter(f"--size {size}: no line has it", param_hint="--size")
     seconds = (lambda case: 1.0) if dry else find_rates(None, None).seconds
-    failures = 0
-    for entry in chosen:
-        started = time.perf_counter()
+    lines: dict[str, Line] = {}
+    for entry in chosen:  # lines of one class share their entry of the table: the first of them is tuned
         key, base = class_of(entry, batch, dry)
+        lines.setdefault(key, Line(entry, key, base, variants(entry, base, batch, dry)[:most]))
         if op == "expert_ffn_deposit" and key in found and merged(base, found[key]["tiles"]) != base:
             raise typer.BadParameter(
                 f"--out {out} has other tiles of {key!r} than the kernels use: tune into {tile_table.FILE} first",
                 param_hint="--out",
             )
-        tried = variants(entry, base, batch, dry)[:most]
-        try:
-            first = prepare(entry, implementation, seconds, False)
-        except Exception as error:  # this line's alone; reported, and exits 1
-            console.print(f"FAILED: {entry.name}: {type(error).__name__}: {error}", style="red", markup=False)
-            failures += 1
-            continue
-        results, failed = try_all(entry, tried, implementation, seconds, limit, first)
-        if op.startswith("expert_ffn") and (both := best_of_both(results)):
-            more, less = try_all(entry, [both], implementation, seconds, limit, first)
-            results, failed = results + more, failed + less
-        results.sort(key=lambda one: one[1]["us"])
-        failures += not results
-        console.print(f"{entry.name}: {len(tried)} variants in {time.perf_counter() - started:.0f} s")
-        show(results, failed, first.case.moved)
-        if results:
-            tiles, row = results[0]
-            default = next((row["us"] for tiles, row in results if not tiles), None)
-            what = "deposit_" if op == "expert_ffn_deposit" else ""
-            kept = found.get(key, {}) if what else {}
-            found[key] = kept | {"tiles": merged(base, tiles), f"{what}us": row["us"], f"{what}before_us": default}
-            if out is not None:
-                write_json(out, found)
+    failures = 0
+    with ThreadPoolExecutor(1) as ahead:
+        coming = collections.deque(
+            ahead.submit(compile_line, line, implementation, seconds, limit) for line in lines.values()
+        )
+        while coming:
+            line, started = coming.popleft().result(), time.perf_counter()
+            if line.first is None:
+                console.print(f"FAILED: {line.entry.name}: {line.error}", style="red", markup=False)
+                failures += 1
+                continue
+            data = make_operands(line.first)[0]
+            results, failed = measure_all(line.tried, line.compiled, data, limit)
+            if op.startswith("expert_ffn") and (both := best_of_both(results)):
+                together = compile_all(line, [both], implementation, seconds, limit)
+                more, less = measure_all([both], together, data, limit)
+                results, failed = results + more, failed + less
+            del data
+            line.compiled.clear()
+            results.sort(key=lambda one: one[1]["us"])
+            failures += not results
+            console.print(
+                f"{line.entry.name}: {len(line.tried)} variants, compiled in {line.seconds:.0f} s, timed in "
+                f"{time.perf_counter() - started:.0f} s"
+            )
+            show(results, failed, line.first.case.moved)
+            if results:
+                found[line.key] = entry_of(op, line, results, found.get(line.key, {}))
+                if out is not None:
+                    write_json(out, found)
     raise typer.Exit(int(failures > 0))
 
 

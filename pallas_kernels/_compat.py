@@ -12,10 +12,16 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+from jax._src import core
+from jax._src.pallas import core as pallas_core
 from jax.experimental import pallas as pl
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+from jaxlib.triton import dialect as triton_dialect
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
+    from jax._src.pallas.triton import lowering as triton_lowering
     from jax.experimental.pallas import triton as pltriton
 
 warnings.filterwarnings("ignore", message=".*Pallas.*Triton.*", category=DeprecationWarning)
@@ -92,12 +98,68 @@ def fma(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
     return out
 
 
-def call(kernel, *, grid, out_shape, num_warps, num_stages, name, input_output_aliases=None, interpret=False):
-    """`pl.pallas_call` with every operand in place (no block specs) and explicit Triton parameters."""
+@functools.cache
+def launches_early() -> bool:
+    """True when the card can launch a kernel while the one before it runs (compute capability 9.0 and later)."""
+    return kernels_run_compiled() and float(jax.devices()[0].compute_capability) >= 9.0
+
+
+class _LaunchEffect(core.Effect):
+    """Keeps an equation without results in the kernel."""
+
+
+_launch_effect = _LaunchEffect()
+pallas_core.kernel_local_effects.add_type(_LaunchEffect)
+_launch_dependents = core.Primitive("launch_dependents")
+_launch_dependents.multiple_results = True
+
+
+@_launch_dependents.def_effectful_abstract_eval
+def _launch_dependents_type():
+    return (), {_launch_effect}
+
+
+@triton_lowering.register_lowering(_launch_dependents)
+def _lower_launch_dependents(context):
+    del context
+    i32 = ir.IntegerType.get_signless(32)
+    triton_dialect.elementwise_inline_asm(
+        [i32],
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+        constraints="=r,r",
+        pure=False,
+        packed_element=1,
+        args=[arith.constant(i32, ir.IntegerAttr.get(i32, 0))],
+    )
+    return []
+
+
+def call(
+    kernel,
+    *,
+    grid,
+    out_shape,
+    num_warps,
+    num_stages,
+    name,
+    input_output_aliases=None,
+    feeds_kernels=False,
+    interpret=False,
+):
+    """`pl.pallas_call` with every operand in place (no block specs) and explicit Triton parameters.
+
+    feeds_kernels: what reads the results, before anything that was computed from them by kernels of this package, are
+    such kernels. The next launch then happens while this kernel runs ("programmatic dependent launch", where
+    `launches_early`). XLA lets every kernel begin by waiting until those before it are done and what they wrote is
+    visible. But its own kernels read with loads that a compiler may move to before that wait, so a kernel whose results
+    they read next must not call for them early.
+    """
 
     @functools.wraps(kernel)
     def body(*refs):
         with _traced_for(interpret):
+            if feeds_kernels and not interpret and launches_early():
+                _launch_dependents.bind()
             kernel(*refs)
 
     return pl.pallas_call(

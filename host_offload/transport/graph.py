@@ -72,6 +72,13 @@ class GraphTransport(Transport):
     def policy_path(self):
         return "plan kernel" if self._policy_fused else "xla" if self.plans else "none"
 
+    @property
+    def decode_options(self):
+        """Kernels of a step that do not read each other's results may run side by side (CUDA graphs only)."""
+        if self.implementation != "pallas":
+            return {}
+        return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+
     def serves(self, policy):
         """The policy is part of the program: the same, or one made alike. Which member of a set decides is a value."""
         return _alike(policy, self.policy)
@@ -186,6 +193,8 @@ class GraphTransport(Transport):
                     policy=self.policy if fused else None,
                     state=state.policy if fused else None,
                     step=state.step if fused else None,
+                    # A policy outside of the kernel, and the sum over several tokens, are XLA's and read this plan.
+                    feeds_kernels=fused and x.shape[0] == 1 and self.ffn_implementation != "xla",
                     interpret=self.implementation == "interpret",
                 )
                 rows, src, deposit, count, entry = (listed[k] for k in ("rows", "src", "deposit", "count", "entry"))

@@ -275,6 +275,7 @@ class GroupedQueryAttention(nnx.Module):
     k_norm: nnx.Module | None = None
     norm_over_all: bool = False
     clip: float | None = None
+    feeds_kernels: bool = False  # set by the decoder layer: a kernel reads the output with its residual
 
     def __init__(
         self,
@@ -336,6 +337,7 @@ class GroupedQueryAttention(nnx.Module):
             step=self.query_rows // self.num_heads,
             clip=self.clip,
             **norms,
+            feeds_kernels=True,
             implementation=call.implementation,
         )
         return q[:, None], kv.with_pages(self.layer, {"k": k, "v": v})
@@ -349,9 +351,10 @@ class GroupedQueryAttention(nnx.Module):
         """
         B, T, _ = x.shape
         N, G, H = self.num_heads, self.num_kv_heads, self.head_dim
-        with jax.named_scope("qkv"):
-            heads = self.qkv(x).reshape(B, T, self.query_rows + 2 * G, H)
         fused = call.implementation in KERNELS
+        with jax.named_scope("qkv"):
+            heads = self.qkv(x, feeds_kernels=fused and not self.gated)
+            heads = heads.reshape(B, T, self.query_rows + 2 * G, H)
         if fused:
             with jax.named_scope("turn_heads"):
                 q, kv = self._turn_heads(heads, kv, call)
@@ -384,6 +387,7 @@ class GroupedQueryAttention(nnx.Module):
                     scale=scale,
                     window=self.window,
                     sinks=sinks,
+                    feeds_kernels=B == 1 and not self.gated and self.out.form is None,
                     implementation=call.implementation,
                 )[:, None]
             elif call.implementation == "xla":
@@ -395,4 +399,5 @@ class GroupedQueryAttention(nnx.Module):
         with jax.named_scope("attention_out"):
             if self.gated:
                 out = out * jax.nn.sigmoid(gate)
-            return self.out(out.reshape(B, T, N * H), residual=residual), kv
+            feeds = self.feeds_kernels and residual is not None
+            return self.out(out.reshape(B, T, N * H), residual=residual, feeds_kernels=feeds), kv

@@ -75,12 +75,13 @@ class Linear(nnx.Module):
         for suffix, part in parts.items():
             setattr(self, f"weight{suffix}", nnx.Param(part))
 
-    def __call__(self, x: Array | Normed, *, residual: Array | None = None) -> Array:
+    def __call__(self, x: Array | Normed, *, residual: Array | None = None, feeds_kernels: bool = False) -> Array:
         """x [..., in] -> [..., out], added to `residual` [..., out] if there is one.
 
         One row is a kernel on a GPU, which also computes the norm of a `Normed` and adds bias and residual.
+        feeds_kernels: a promise about who reads the result of that kernel, see `_compat.call`.
         """
-        if (y := self._one_row(x, residual)) is not None:
+        if (y := self._one_row(x, residual, feeds_kernels=feeds_kernels)) is not None:
             return y
         x = value_of(x)
         if self.form is not None:
@@ -101,7 +102,9 @@ class Linear(nnx.Module):
         )
         return y.reshape(*x.shape[:-1], -1)
 
-    def _one_row(self, x: Array | Normed, residual: Array | None = None, gated: bool = False) -> Array | None:
+    def _one_row(
+        self, x: Array | Normed, residual: Array | None = None, *, gated: bool = False, feeds_kernels: bool
+    ) -> Array | None:
         """As `__call__` by the kernel, or None where it is not for x; `gated` as of `row_linear`."""
         implementation = row_implementation(math.prod(x.shape[:-1]))
         if implementation == "xla" or self.form is not None:
@@ -116,15 +119,19 @@ class Linear(nnx.Module):
             bias=None if self.bias is None else self.bias[...],
             residual=None if residual is None else residual.reshape(-1),
             gated=gated,
+            feeds_kernels=feeds_kernels,
             implementation=implementation,
         )
         if norm:
             x.keep(normed)
         return y.reshape(*x.shape[:-1], -1)
 
-    def swiglu(self, x: Array | Normed) -> Array:
-        """silu(gate) * up of x [..., in], with gate and up the two halves of the outputs: [..., out / 2]."""
-        y = self._one_row(x, gated=True)
+    def swiglu(self, x: Array | Normed, *, feeds_kernels: bool = False) -> Array:
+        """silu(gate) * up of x [..., in], with gate and up the two halves of the outputs: [..., out / 2].
+
+        feeds_kernels: as of `__call__`.
+        """
+        y = self._one_row(x, gated=True, feeds_kernels=feeds_kernels)
         return silu_product(self(x)) if y is None else y
 
 

@@ -16,7 +16,7 @@ class GatedMLP(nnx.Module):
         self.down = Linear(hidden, features, dtype, std=std, rngs=rngs)
 
     def __call__(self, x: Array | Normed) -> Array:
-        return self.down(self.gate_up.swiglu(x))
+        return self.down(self.gate_up.swiglu(x, feeds_kernels=self.down.form is None))
 
 
 class SigmoidGatedMLP(GatedMLP):

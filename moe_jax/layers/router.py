@@ -36,7 +36,7 @@ class Router(nnx.Module):
         std: float,
         rngs: nnx.Rngs,
     ):
-        self.gate = Linear(features, num_experts, dtype, std=std, rngs=rngs)
+        self.gate = Linear(features, num_experts, dtype, packs=False, std=std, rngs=rngs)
         self.k = k
         self.normalize = normalize
         self.weights_dtype = jnp.dtype(weights_dtype)

@@ -92,6 +92,11 @@ class DecoderLayer(nnx.Module):
         self.shared = shared
         self.layer = layer
         self.moe_layer = moe_layer
+        # The router's first product computes the norm of what attention and residual gave: where these are kernels of
+        # one row, a kernel is the next to read it (`_compat.call`).
+        reads_row = isinstance(getattr(router, "gate", None), Linear) and getattr(norm_class, "kind", None) is not None
+        if isinstance(attention, GroupedQueryAttention):
+            attention.feeds_kernels = reads_row
 
     def route(
         self, x: Normed, live: Array, tokens: Array, experts: Experts, state: Any, capture: Capture

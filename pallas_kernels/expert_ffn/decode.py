@@ -242,7 +242,7 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
         x_in = jnp.pad(x, ((0, padded - batch), (0, 0)))
         h_shape, y_shape = (distinct, padded, width), (distinct, padded, model)
 
-    def launch(kernel, name, operand, out_shape, out_dtype, n_in, n_out):
+    def launch(kernel, name, operand, out_shape, out_dtype, n_in, n_out, feeds_kernels=False):
         t, form = tiles[name], getattr(spec, name)
         if not isinstance(form, Dense):
             operand = packed.to_lanes(operand, form)
@@ -273,12 +273,15 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
             num_warps=t["num_warps"],
             num_stages=t["num_stages"],
             name=f"expert_ffn_{name}",
+            feeds_kernels=feeds_kernels,
             input_output_aliases=aliases,
             interpret=interpret,
         )(*args)
         return result[0], dict(zip(parts, result[1:] if offload else used, strict=True))
 
-    h, gate_up = launch(_gate_up_kernel, "gate_up", x_in, h_shape, x.dtype, model, width)
+    # Packed weights take the hidden vector by lanes, which XLA brings into that order.
+    direct = between is None and isinstance(spec.down, Dense)
+    h, gate_up = launch(_gate_up_kernel, "gate_up", x_in, h_shape, x.dtype, model, width, feeds_kernels=direct)
     banks = {**banks, **gate_up}
     if between is not None:
         banks = between(h, banks)

@@ -13,8 +13,9 @@ IMPLEMENTATIONS = ("pallas", "interpret", "xla")
 
 
 def paged_decode_attention(
-    queries, keys, values, page_table, lengths, *, scale, window=None, sinks=None, softcap=None, implementation
-):
+    queries, keys, values, page_table, lengths, *, scale, window=None, sinks=None, softcap=None,
+    feeds_kernels=False, implementation
+):  # fmt: skip
     """out[b, n] = softmax_s(cap(scale * sum_i queries[i][b, n] . keys[i][s, g])) values[s, g], over stored tokens s.
 
     The query of sequence b is at position lengths[b] - 1; it sees token s iff s < lengths[b] and, with a window w,
@@ -28,6 +29,7 @@ def paged_decode_attention(
       lengths: [B] i32, stored tokens, that of the query included. 0: the row's output is zeros.
       scale, window, softcap: static numbers; None: no window, no cap.
       sinks: [N] or None, the score of a further key without a value in each head's softmax.
+      feeds_kernels: see `_compat.call`.
       implementation: see the module.
 
     Returns:
@@ -44,6 +46,5 @@ def paged_decode_attention(
     options = dict(scale=scale, window=window, softcap=softcap)
     if implementation == "xla":
         return ref.paged_decode_attention(queries, keys, values, page_table, lengths, sinks, **options)
-    return kernel.paged_decode_attention(
-        queries, keys, values, page_table, lengths, sinks, **options, interpret=implementation == "interpret"
-    )
+    options |= dict(feeds_kernels=feeds_kernels, interpret=implementation == "interpret")
+    return kernel.paged_decode_attention(queries, keys, values, page_table, lengths, sinks, **options)

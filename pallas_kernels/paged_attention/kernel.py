@@ -182,8 +182,9 @@ def _merge_kernel(*refs, splits, width, sinks):
 
 
 def paged_decode_attention(
-    queries, keys, values, page_table, lengths, sinks, *, scale, window, softcap, tiles=None, interpret=False
-):
+    queries, keys, values, page_table, lengths, sinks, *, scale, window, softcap, tiles=None,
+    feeds_kernels=False, interpret=False
+):  # fmt: skip
     """See `pallas_kernels.paged_attention.paged_decode_attention`.
 
     tiles: overrides of `partial_tiles` (for the benchmarks). Raises ValueError for an unknown one, and for tokens or
@@ -224,6 +225,7 @@ def paged_decode_attention(
         num_warps=tiles["num_warps"],
         num_stages=tiles["num_stages"],
         name="paged_attention_partial",
+        feeds_kernels=True,
         interpret=interpret,
     )(*queries, *pools, page_table, lengths)
     extra = () if sinks is None else (sinks,)
@@ -234,5 +236,6 @@ def paged_decode_attention(
         num_warps=4,
         num_stages=1,
         name="paged_attention_merge",
+        feeds_kernels=feeds_kernels,
         interpret=interpret,
     )(o, m, total, *extra)

@@ -11,7 +11,10 @@ __all__ = ["IMPLEMENTATIONS", "row_linear"]
 IMPLEMENTATIONS = ("pallas", "interpret", "xla")
 
 
-def row_linear(x, weight, *, norm=None, norm_weight=None, bias=None, residual=None, gated=False, implementation):
+def row_linear(
+    x, weight, *, norm=None, norm_weight=None, bias=None, residual=None, gated=False, feeds_kernels=False,
+    implementation,
+):  # fmt: skip
     """y = [residual +] act(n weight^T [+ bias]), n = x or norm(x); sums and norm in float32.
 
     Products and bias are summed in float32 and rounded to x's dtype, then comes `gated`, then the residual, as in the
@@ -24,6 +27,7 @@ def row_linear(x, weight, *, norm=None, norm_weight=None, bias=None, residual=No
       bias: [N] or None.
       residual: [N], [N / 2] with `gated`, in x's dtype, or None.
       gated: the rows of weight are those of a gate and of as many ups: y = silu(gate) * up.
+      feeds_kernels: see `_compat.call`.
       implementation: see the module.
 
     Returns:
@@ -47,4 +51,5 @@ def row_linear(x, weight, *, norm=None, norm_weight=None, bias=None, residual=No
     if implementation == "xla":
         return ref.row_linear(x, weight, norm, norm_weight, bias, residual, gated)
     interpret = implementation == "interpret"
-    return kernel.row_linear(x, weight, norm, norm_weight, bias, residual, gated, interpret=interpret)
+    operands = x, weight, norm, norm_weight, bias, residual, gated
+    return kernel.row_linear(*operands, feeds_kernels=feeds_kernels, interpret=interpret)

@@ -124,8 +124,8 @@ def _kernel(*refs, n_out, n_in, block_out, block_in, gated, norm, biased, residu
                 store(n_ref.at[at], normed(i, inverse), mask=real)
 
 
-@functools.partial(jax.jit, static_argnames=("norm", "gated", "tiles", "interpret"))
-def _run(x, weight, norm, norm_weight, bias, residual, gated, *, tiles, interpret):
+@functools.partial(jax.jit, static_argnames=("norm", "gated", "tiles", "feeds_kernels", "interpret"))
+def _run(x, weight, norm, norm_weight, bias, residual, gated, *, tiles, feeds_kernels, interpret):
     (n_in,), rows = x.shape, weight.shape[0]
     n_out = rows // 2 if gated else rows
     t = dict(tiles)
@@ -151,12 +151,14 @@ def _run(x, weight, norm, norm_weight, bias, residual, gated, *, tiles, interpre
         num_warps=t["num_warps"],
         num_stages=t["num_stages"],
         name="row_linear",
+        feeds_kernels=feeds_kernels,
         interpret=interpret,
     )(x, weight, *extra)
     return y, (n[0] if n else x)
 
 
-def row_linear(x, weight, norm, norm_weight, bias, residual, gated, *, tiles=None, interpret=False):
+def row_linear(x, weight, norm, norm_weight, bias, residual, gated, *, tiles=None, feeds_kernels=False, interpret=False
+):  # fmt: skip
     """See `pallas_kernels.row_linear.row_linear`.
 
     tiles: overrides of `row_tiles` (for the benchmarks). Raises ValueError for an unknown one, and for a block that is
@@ -173,4 +175,5 @@ def row_linear(x, weight, norm, norm_weight, bias, residual, gated, *, tiles=Non
     if norm is None:
         norm_weight = None
     static = tuple(sorted(found.items()))
-    return _run(x, weight, norm, norm_weight, bias, residual, gated, tiles=static, interpret=interpret)
+    operands = x, weight, norm, norm_weight, bias, residual, gated
+    return _run(*operands, tiles=static, feeds_kernels=feeds_kernels, interpret=interpret)

@@ -199,10 +199,10 @@ def _plan_kernel(*refs, layer, layers, experts, rows, pairs, policy, tree, is_ta
         policy.store(base + e, e < experts, own, policy.rule.seen(jnp, own, need, policy.t))
 
 
-@functools.partial(jax.jit, static_argnames=("layer", "policy", "interpret"))
+@functools.partial(jax.jit, static_argnames=("layer", "policy", "feeds_kernels", "interpret"))
 def slot_plan(
     ids, live, control, priority, slot_of, owner, counters, resident, *, layer, policy=None, state=None, step=None,
-    interpret=False,
+    feeds_kernels=False, interpret=False,
 ):  # fmt: skip
     """Plans one decode event of MoE layer `layer` and updates the slot state in place.
 
@@ -216,6 +216,7 @@ def slot_plan(
       policy: static; an object whose `seen(jnp, own, need, t)` and `worth(jnp, own, t, L)` are those of an
         elementwise policy (`host_offload/policy.py`). The event is recorded in its `state` before it is planned.
       state: with a `policy`, its state: a pytree of [L, E] arrays, updated in place, and of scalars.
+      feeds_kernels: see `_compat.call`.
       step: with a `policy`, [] i32; the event clock is t = step * L + layer.
 
     Returns:
@@ -264,6 +265,7 @@ def slot_plan(
         num_warps=4 if layers * experts <= 8192 else 8,
         num_stages=1,
         name="slot_plan",
+        feeds_kernels=feeds_kernels,
         input_output_aliases=aliases,
         interpret=interpret,
     )(*first, slot_of, owner, counters, resident, *ranked)

@@ -14,7 +14,7 @@ IMPLEMENTATIONS = ("pallas", "interpret", "xla")
 
 def turn_heads(
     heads, keys, values, page_table, positions, live, cos, sin, *, query_heads, step=1, norm=None, q_weight=None,
-    k_weight=None, clip=None, implementation,
+    k_weight=None, clip=None, feeds_kernels=False, implementation,
 ):  # fmt: skip
     """Query heads ready for attention, and the pools with the new token of each sequence in its place.
 
@@ -31,6 +31,7 @@ def turn_heads(
       query_heads, step: static N, and rows a query head.
       norm: `HeadNorm` with q_weight, k_weight ([H] each, [N H] and [G H] over all heads), or None.
       clip: static number or None.
+      feeds_kernels: see `_compat.call`.
       implementation: see the module.
 
     Returns:
@@ -61,4 +62,5 @@ def turn_heads(
     arrays = heads, keys, values, page_table, positions, live, cos, sin
     if implementation == "xla":
         return ref.turn_heads(*arrays, **options)
-    return kernel.turn_heads(*arrays, **options, interpret=implementation == "interpret")
+    interpret = implementation == "interpret"
+    return kernel.turn_heads(*arrays, **options, feeds_kernels=feeds_kernels, interpret=interpret)

@@ -99,10 +99,10 @@ def _kernel(*refs, query_heads, step, groups, width, page, columns, norm, clip, 
         one(first_key + groups + g, None, 0, 0, 1, 0, None, None, into(v_ref, g))
 
 
-@functools.partial(jax.jit, static_argnames=("query_heads", "step", "norm", "clip", "interpret"))
+@functools.partial(jax.jit, static_argnames=("query_heads", "step", "norm", "clip", "feeds_kernels", "interpret"))
 def turn_heads(
     heads, keys, values, page_table, positions, live, cos, sin, *, query_heads, step, norm, q_weight, k_weight, clip,
-    interpret=False,
+    feeds_kernels=False, interpret=False,
 ):  # fmt: skip
     """See `pallas_kernels.turn_heads.turn_heads`."""
     B, _, H = heads.shape
@@ -132,6 +132,7 @@ def turn_heads(
         num_warps=1,
         num_stages=1,
         name="turn_heads",
+        feeds_kernels=feeds_kernels,
         input_output_aliases={1: 1, 2: 2},
         interpret=interpret,
     )(heads, keys, values, page_table, positions, live, *extra)

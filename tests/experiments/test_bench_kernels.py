@@ -204,7 +204,7 @@ def test_tuning_writes_the_fastest_tiles(tmp_path, monkeypatch):
     tried = [{}, {"gate_up": {"block_out": 8}}, {"down": {"num_warps": 2}}, {"down": {"block_out": 3}}]
     monkeypatch.setattr(tune_kernels, "variants", lambda *arguments: tried)
     right, times = tune_kernels.measure, iter([9.0, 5.0, 7.0, 3.0])
-    monkeypatch.setattr(tune_kernels, "measure", lambda ready, rates: right(ready, rates) | {"us": next(times)})
+    monkeypatch.setattr(tune_kernels, "measure", lambda *given: right(*given) | {"us": next(times)})
     result = tune("--op", "expert_ffn", "--shape", "olmoe-1b-7b", "--out", out)
     assert result.exit_code == 0, result.output
     # 3 divides nothing; the two best are run together, and were the fastest.
@@ -231,7 +231,7 @@ def test_tuning_what_is_read_from_pinned_memory_keeps_the_other_tiles(tmp_path, 
     other.write_text(out.read_text())
     times = iter([9.0, 5.0, 7.0])
     right = tune_kernels.measure
-    monkeypatch.setattr(tune_kernels, "measure", lambda ready, rates: right(ready, rates) | {"us": next(times, 4.0)})
+    monkeypatch.setattr(tune_kernels, "measure", lambda *given: right(*given) | {"us": next(times, 4.0)})
     result = tune("--op", "expert_ffn_deposit", "--shape", "gpt-oss-120b", "--most", 3, "--out", other)
     assert result.exit_code == 0, result.output
     entry = json.loads(other.read_text())[key]

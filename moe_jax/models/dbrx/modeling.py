@@ -14,7 +14,7 @@ class PNormRouter(nnx.Module):
     """Softmax over all E experts in the compute dtype, the K largest, divided by their p-norm (p None: not divided)."""
 
     def __init__(self, features: int, num_experts: int, k: int, dtype, *, p: float | None, std: float, rngs: nnx.Rngs):
-        self.gate = Linear(features, num_experts, dtype, std=std, rngs=rngs)
+        self.gate = Linear(features, num_experts, dtype, packs=False, std=std, rngs=rngs)
         self.k = k
         self.p = p
 

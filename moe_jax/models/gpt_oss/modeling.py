@@ -14,7 +14,7 @@ class TopKSoftmaxRouter(nnx.Module):
     """The K largest logits of a projection with bias; the weights are their softmax."""
 
     def __init__(self, features: int, num_experts: int, k: int, dtype, *, std: float, rngs: nnx.Rngs):
-        self.gate = Linear(features, num_experts, dtype, bias=True, std=std, rngs=rngs)
+        self.gate = Linear(features, num_experts, dtype, bias=True, packs=False, std=std, rngs=rngs)
         self.k = k
 
     def __call__(self, x: Array) -> tuple[Array, Array, Array]:
