@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import signal
 import tempfile
 
@@ -31,7 +32,6 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import tiny_models  # noqa: E402
 from hypothesis import settings  # noqa: E402
-from jax._src import compiler  # noqa: E402  (jax has no public way to give XLA an option for every program)
 
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -41,38 +41,41 @@ jax.config.update("jax_default_matmul_precision", "highest")
 settings.register_profile("moe-jax", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("moe-jax")
 
-# Compilation was three quarters of the suite's time, so programs are barely optimised: without most of LLVM's passes,
-# and with loops from XLA's older emitter, which takes no trip through MLIR. Both together compile in less than half of
-# the time; the older emitter alone would cost more. HLO is optimised as always. `usual_emitter` marks tests that
-# compare programs bit for bit (the older one sums in another order in each), `fully_optimised` those of how programs
-# compute, or for how long: they get what users get, as do processes that tests start.
-# A field of the message that holds the options is merged with what follows it, and has no attribute in Python:
-# executable_build_options (3), debug_options (3), xla_backend_extra_options (500), of one key without a value.
-OLDER_EMITTER = b"\x1a,\x1a*\xa2\x1f'\n#xla_cpu_disable_new_fusion_emitters\x12\x00"
-_compile_options = compiler.get_compile_options
-_older_emitter = True
-
-
-def _options_of_tests(*args, **kwargs):
-    options = _compile_options(*args, **kwargs)
-    if _older_emitter:
-        options = type(options).ParseFromString(options.SerializeAsString() + OLDER_EMITTER)
-    return options
-
-
-compiler.get_compile_options = _options_of_tests
+# Compilation was three quarters of the suite's time, so programs are barely optimised: without most of LLVM's passes.
+# HLO is optimised as always. `fully_optimised` marks tests of how programs compute, or for how long, and those that
+# compare with transformers: they get what users get, as do processes that tests start.
 jax.config.update("jax_disable_most_optimizations", True)
+# `--compiled quickly` leaves those out and halves the time of the others once more: XLA's older loop emitter takes no
+# trip through MLIR. It fuses a multiplication and an addition here and not there, depending on what is around them, and
+# the losslessness tests compare programs to the bit: AVX has no such instruction. XLA reads flags once a process.
+QUICKLY = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_max_isa=AVX"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--compiled",
+        choices=("quickly", "fully"),
+        help="run only the tests that bear the fastest compilation (quickly), or only those that do not (fully)",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.compiled == "quickly" and platform.machine() == "x86_64":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY}")
+            jax.jit(lambda: 0)()
+
+
+def _fully(item: pytest.Item) -> bool:
+    return item.get_closest_marker("fully_optimised") is not None
 
 
 @pytest.hookimpl(tryfirst=True)  # before a fixture of the test compiles
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    global _older_emitter
-    fully = item.get_closest_marker("fully_optimised") is not None
-    older = not fully and item.get_closest_marker("usual_emitter") is None
-    if (not fully, older) != (jax.config.read("jax_disable_most_optimizations"), _older_emitter):
-        jax.config.update("jax_disable_most_optimizations", not fully)
-        _older_emitter = older
-        jax.clear_caches()  # jax does not find a compiled function by these settings
+    if _fully(item) == jax.config.read("jax_disable_most_optimizations"):
+        jax.config.update("jax_disable_most_optimizations", not _fully(item))
+        jax.clear_caches()  # jax does not find a compiled function by this setting
 
 
 # The longest files, the longest first. A worker takes the next file when it is done with one: a long one that is
@@ -95,6 +98,10 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (how := config.option.compiled) is not None:
+        others = [item for item in items if _fully(item) != (how == "fully")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if _fully(item) == (how == "fully")]
     if hasattr(config, "workerinput"):
         rank = {f"{Path(__file__).parent}/{name}": number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(str(item.path), len(rank)))

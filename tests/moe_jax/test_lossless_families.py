@@ -137,7 +137,6 @@ def check_nothing_is_copied(name: str, moe, batch: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usual_emitter
 @pytest.mark.parametrize(("name", "batch"), [(name, batch) for name, sizes in RUNS.items() for batch in sizes])
 def test_offloaded_equals_resident_and_transformers(name, batch, tiny, expected, recorder):
     want = expected(name)

@@ -40,6 +40,7 @@ def close(name: str, actual, wanted, what: str) -> None:
     assert difference <= allowed, f"{what}: differs by {difference:.2e}"
 
 
+@pytest.mark.fully_optimised
 @pytest.mark.parametrize("name", NAMES)
 def test_every_module_equals_transformers(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
