@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from host_offload.pinned import ALLOCATED, WAYS
+from host_offload.pinned import REGISTERED, WAYS
 from moe_jax import MoE, OffloadConfig
 from moe_jax.config import DENSE_WEIGHTS
 from moe_jax.errors import MoEJaxError
@@ -176,7 +176,7 @@ def main(
     context: Annotated[int | None, Option(min=1, help="prompt tokens; default: 64, with --dry 16")] = None,
     repeats: Annotated[int, Option(min=1, help="timed runs of each setting; the median is reported")] = 3,
     decode_chunk: Annotated[int, Option(min=1, help="decode steps a jit call")] = 32,
-    pinned_memory: Annotated[str, Option(help=f"how the pool is had: {' or '.join(WAYS)}")] = ALLOCATED,
+    pinned_memory: Annotated[str, Option(help=f"how the pool is had: {' or '.join(WAYS)}")] = REGISTERED,
     dense_weights: Annotated[str, Option(help=f"of a quantised checkpoint: {' or '.join(DENSE_WEIGHTS)}")] = "decoded",
     link_gbps: Annotated[float | None, Option(help="link ceiling; default: measured")] = None,
     hbm_gbps: Annotated[float | None, Option(help="memory ceiling; default: measured")] = None,

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from host_offload.pinned import ALLOCATED, WAYS, available_bytes
+from host_offload.pinned import REGISTERED, WAYS, available_bytes
 from moe_jax import MoE, OffloadConfig
 from moe_jax.errors import MoEJaxError
 
@@ -101,7 +101,7 @@ def main(
     length: Annotated[
         int | None, Option(min=16, help="longest sequence, in tokens; default: 8192, with --dry 128")
     ] = None,
-    pinned_memory: Annotated[str, Option(help=f"how the pool is had: {' or '.join(WAYS)}")] = ALLOCATED,
+    pinned_memory: Annotated[str, Option(help=f"how the pool is had: {' or '.join(WAYS)}")] = REGISTERED,
     tolerance: Annotated[float, Option(min=0, help="largest error that passes")] = 0.03,
     out: Annotated[Path | None, Option(help="write the figures as JSON")] = None,
 ):

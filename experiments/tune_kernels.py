@@ -137,20 +137,25 @@ def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
             if "unroll" in tiles:
                 tiles["unroll_missing"] = tiles["unroll"]
             found.append({kernel: tiles})
+        if "row_sides" in base[kernel]:
+            found.append({kernel: {"row_sides": not base[kernel]["row_sides"]}})
     return found
 
 
 def deposit_variants(experts: Experts, base: Tiles) -> list[Tiles]:
-    """Overrides of how many tiles are read at a time from pinned memory; those that fill rows as the default does."""
+    """Overrides of how rows in pinned memory are read: how many tiles at a time (those that fill rows as the default
+    does), and scales a tile or a row at a time."""
     found: list[Tiles] = [{}]
     for kernel, n_in in (("gate_up", experts.D), ("down", experts.F)):
         form, tiles = getattr(experts.spec, kernel), base[kernel]
         dense = isinstance(form, Dense)
         size = tiles["block_in"] if dense else tiles["units"] * unit_words(form)
         steps, rest = divmod(n_in if dense else n_in // lanes(form), size)
-        for unroll in (1, 2, 3, 4, 6, 8):
+        for unroll in (1, 2, 4, 8):
             if unroll != tiles["unroll_missing"] and (rest or steps % unroll == 0):
                 found.append({kernel: {"unroll_missing": unroll}})
+        if not dense:
+            found.append({kernel: {"row_sides_missing": not tiles["row_sides_missing"]}})
     return found
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from host_offload.pinned import ALLOCATED
+from host_offload.pinned import REGISTERED
 from host_offload.pinned import WAYS as PINNED_WAYS
 from moe_jax.errors import ConfigError
 
@@ -171,7 +171,7 @@ class OffloadConfig:
     expert_cache_bytes: int | str | None = None
     host_memory_bytes: int | str | None = None
     host_policy: str = "lru"
-    pinned_memory: str = ALLOCATED
+    pinned_memory: str = REGISTERED
     transport: str = "auto"
     policy: str = "lru"
     prefetch: str | None = None

@@ -108,11 +108,6 @@ class Transport(abc.ABC):
         return f"{self.name}/{how}{why}"
 
     @property
-    def decode_options(self) -> dict[str, str]:
-        """XLA's compiler options for the program of decode steps."""
-        return {}
-
-    @property
     @abc.abstractmethod
     def policy_path(self) -> str:
         """Where the policy of a decode event runs, for stats."""

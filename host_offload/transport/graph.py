@@ -72,13 +72,6 @@ class GraphTransport(Transport):
     def policy_path(self):
         return "plan kernel" if self._policy_fused else "xla" if self.plans else "none"
 
-    @property
-    def decode_options(self):
-        """Kernels of a step that do not read each other's results may run side by side (CUDA graphs only)."""
-        if self.implementation != "pallas":
-            return {}
-        return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-
     def serves(self, policy):
         """The policy is part of the program: the same, or one made alike. Which member of a set decides is a value."""
         return _alike(policy, self.policy)

@@ -69,9 +69,7 @@ class Programs:
         if key not in self._compiled:
             started = time.perf_counter()
             body = partial(getattr(self, f"_{name}"), **static)
-            options = self._transport.decode_options if name == "decode" else {}
-            lowered = jax.jit(body, donate_argnums=donate).lower(*args)
-            self._compiled[key] = lowered.compile(compiler_options=options or None)
+            self._compiled[key] = jax.jit(body, donate_argnums=donate).lower(*args).compile()
             seconds = time.perf_counter() - started
             self.compilations += 1
             self.compile_seconds += seconds

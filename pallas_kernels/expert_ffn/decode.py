@@ -117,13 +117,13 @@ def _from_row(row_ref, src_ref, deposit_ref, u, banks, pools, bank_outs, use):
 def _outputs(form, x_ref, x_row, tensors, row, outs, n_in, targets, missing, *, n_out, tile, batch, **deposit):
     """x w^T + b of the columns `outs`, as `_project`; `targets` are the banks to deposit in, or None.
 
-    tile: `unroll`, `unroll_missing` in its place where an expert is `missing`, and `block_in`, or `units` of packed
-    weights, whose operand x_ref is `packed.to_lanes`.
+    tile: `unroll` and `block_in`, or of packed weights, whose operand x_ref is `packed.to_lanes`, `units` and
+    `row_sides`; a parameter with `_missing` takes the other's place where an expert is `missing`.
     """
-    tile = dict(tile)
-    unroll_missing = tile.pop("unroll_missing")
+    elsewhere = {name.removesuffix("_missing"): value for name, value in tile.items() if name.endswith("_missing")}
+    tile = {name: value for name, value in tile.items() if not name.endswith("_missing")}
     if missing:
-        tile["unroll"] = unroll_missing
+        tile |= elsewhere
     n = len(form.suffixes)
     targets, bias_target = (None, [None]) if targets is None else (targets[:n], targets[n:])
     weights, bias = tensors[:n], tensors[n:]
@@ -140,7 +140,7 @@ def _outputs(form, x_ref, x_row, tensors, row, outs, n_in, targets, missing, *, 
     return _add_bias(values, bias[0], row, outs, deposit_ref=bias_target[0], **deposit) if bias else values
 
 
-def _gate_up_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, parts, spec):
+def _gate_up_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, parts, spec, dtype):
     x_ref, row_ref, src_ref, dep_ref, count_ref, banks, pools, h_ref, bank_outs = _split(refs, parts, offload)
     u, j = pl.program_id(0), pl.program_id(1)
 
@@ -151,14 +151,22 @@ def _gate_up_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, parts, 
             outs = [(start, block_out) for start in ((first, n_out + first) if spec.gated else (first,))]
             operands = (spec.gate_up, x_ref, None, tensors, row, outs, n_in, targets, missing)
             products = _outputs(*operands, n_out=n_out, tile=tile, batch=batch, **deposit)
-            h = spec.activate(*products).astype(h_ref.dtype)
+            h = spec.activate(*products).astype(dtype).astype(h_ref.dtype)
             cols = pl.ds(j * block_out, block_out)
-            store(h_ref.at[u, cols] if batch == 1 else h_ref.at[u, pl.ds(0, batch), cols], h)
+            if batch > 1:
+                place = h_ref.at[u, pl.ds(0, batch), cols]
+            elif isinstance(spec.down, Dense):
+                place = h_ref.at[u, cols]
+            else:  # as the down projection reads it
+                columns = j * block_out + jnp.arange(block_out, dtype=jnp.int32)
+                place = h_ref.at[(u, *packed.lane_place(columns, spec.down))]
+            store(place, h)
 
         _from_row(row_ref, src_ref, dep_ref, u, banks, pools, bank_outs, use)
 
 
-def _down_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, parts, spec):
+def _down_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, parts, spec, dtype):
+    del dtype
     h_ref, row_ref, src_ref, dep_ref, count_ref, banks, pools, y_ref, bank_outs = _split(refs, parts, offload)
     u, j = pl.program_id(0), pl.program_id(1)
 
@@ -193,8 +201,9 @@ def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SIL
     """Tile sizes and warps of the two kernels: divisors of the real widths, so that no dense tile needs a mask.
 
     `itemsize`: bytes of the compute dtype. Tiles of packed weights have `units` instead of `block_in`, see `packed.py`.
-    `unroll` tiles are read before the first is used; `unroll_missing` from pinned memory, where more may pay. Neither
-    changes a sum or its order. Measured ones take the place of these.
+    `unroll` tiles are read before the first is used, and with `row_sides` all scales of an output row at once;
+    `unroll_missing` and `row_sides_missing` are of rows in pinned memory, where more and wider reads may pay. None of
+    them changes a sum or its order. Measured ones take the place of these.
 
     The operand of one token has fewer columns (words) a tile than the program has threads. Triton then loads it where
     it is used; else it goes through shared memory, with two barriers a tile (seen in the programs compiled for sm_90).
@@ -208,6 +217,8 @@ def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SIL
                 units=packed.default_units(form, batch, itemsize),
                 unroll=1,
                 unroll_missing=1,
+                row_sides=False,
+                row_sides_missing=batch == 1,
                 num_warps=4,
                 num_stages=2,
             )
@@ -238,17 +249,22 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
     width = spec.outs("gate_up", banks["gate_up"].shape[1])[0]
     if batch == 1:
         x_in, h_shape, y_shape = x[0], (distinct, width), (distinct, model)
+        h_dtype = x.dtype if isinstance(spec.down, Dense) else jnp.dtype(jnp.float32)
     else:
         x_in = jnp.pad(x, ((0, padded - batch), (0, 0)))
-        h_shape, y_shape = (distinct, padded, width), (distinct, padded, model)
+        h_shape, y_shape, h_dtype = (distinct, padded, width), (distinct, padded, model), x.dtype
+    hidden = jax.ShapeDtypeStruct(h_shape, h_dtype)
+    if batch == 1 and not isinstance(spec.down, Dense):
+        # By lanes already, and wide: every program would widen it again, an instruction for each weight.
+        hidden = jax.eval_shape(functools.partial(packed.to_lanes, form=spec.down), hidden)
 
-    def launch(kernel, name, operand, out_shape, out_dtype, n_in, n_out, feeds_kernels=False):
+    def launch(kernel, name, operand, out, n_in, n_out, feeds_kernels=False):
         t, form = tiles[name], getattr(spec, name)
-        if not isinstance(form, Dense):
-            operand = packed.to_lanes(operand, form)
+        if not isinstance(form, Dense) and (batch > 1 or name == "gate_up"):
+            operand = packed.to_lanes(operand, form).astype(jnp.float32 if batch == 1 else x.dtype)
         parts = spec.parts(name)
         used = [banks[part] for part in parts]
-        out = [jax.ShapeDtypeStruct(out_shape, out_dtype)]
+        out = [out]
         if offload:
             args = (operand, rows, src, deposit, count, *used, *[pool[part] for part in parts])
             out += [jax.ShapeDtypeStruct(bank.shape, bank.dtype) for bank in used]
@@ -261,10 +277,11 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
             n_in=n_in,
             n_out=n_out,
             block_out=t["block_out"],
-            tile={name: t[name] for name in ("block_in", "units", "unroll", "unroll_missing") if name in t},
+            tile={name: value for name, value in t.items() if name not in ("block_out", "num_warps", "num_stages")},
             offload=offload,
             parts=len(parts),
             spec=spec,
+            dtype=x.dtype,
         )
         result = call(
             body,
@@ -279,13 +296,13 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
         )(*args)
         return result[0], dict(zip(parts, result[1:] if offload else used, strict=True))
 
-    # Packed weights take the hidden vector by lanes, which XLA brings into that order.
-    direct = between is None and isinstance(spec.down, Dense)
-    h, gate_up = launch(_gate_up_kernel, "gate_up", x_in, h_shape, x.dtype, model, width, feeds_kernels=direct)
+    # Of several tokens packed weights take the hidden vectors by lanes, into which XLA brings them.
+    direct = between is None and (batch == 1 or isinstance(spec.down, Dense))
+    h, gate_up = launch(_gate_up_kernel, "gate_up", x_in, hidden, model, width, feeds_kernels=direct)
     banks = {**banks, **gate_up}
     if between is not None:
         banks = between(h, banks)
-    y, down = launch(_down_kernel, "down", h, y_shape, jnp.float32, width, model)
+    y, down = launch(_down_kernel, "down", h, jax.ShapeDtypeStruct(y_shape, jnp.float32), width, model)
     y = y[:, None, :] if batch == 1 else y[:, :batch]
     return y, {**banks, **down}
 
@@ -310,8 +327,8 @@ def expert_ffn_decode(
         in place.
       pool: the same with E rows in pinned host memory, or None when all rows are resident.
       between: traced `between(h, banks) -> banks` between the two kernels: the place to wait for rows of "down" that
-        were still on their way while "gate_up" was computed. h are the hidden vectors: [U, F] here when B is 1, else
-        [U, B or more, F].
+        were still on their way while "gate_up" was computed. h are the hidden vectors: when B is 1 [U, F], of packed
+        weights [U, lanes, F / lanes], else [U, B or more, F].
       spec: `ExpertSpec` of which `without_kernel` says nothing.
       tiles: overrides of `decode_tiles` (for the benchmarks).
 

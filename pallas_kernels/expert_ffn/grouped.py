@@ -79,6 +79,7 @@ def _products(form, x_at, tensors, row, starts, n_in, *, n_out, block_rows, bloc
             n_out=n_out,
             units=block_in,
             unroll=1,
+            row_sides=False,
             batch=block_rows,
         )
     if bias:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._compat import cdiv, fma, load, pl, pltriton, store
+from pallas_kernels._compat import cdiv, fma, load, next_power_of_2, pl, pltriton, store
 from pallas_kernels.formats import FP8, INT4, MXFP4, Format, fp8, int4, mxfp4
 
 # Side of the tensor cores' smallest tile, and so the fewest rows that one FP8 scale must serve.
@@ -116,6 +116,11 @@ def most_rows(form: Format, most: int) -> int:
     return min(most, form.block) if isinstance(form, FP8) else most
 
 
+def lane_place(columns: jax.Array, form: Format) -> tuple[jax.Array, jax.Array]:
+    """Where `to_lanes` puts columns: (lane, word), of their shape."""
+    return columns % lanes(form), columns // lanes(form)
+
+
 def to_lanes(x: jax.Array, form: Format) -> jax.Array:
     """The operand of `project`, [..., lanes, n / lanes], of x [..., n].
 
@@ -134,8 +139,22 @@ def _block_row(form, matrix, start, n_out):
     return matrix * cdiv(n_out, form.block) + (start - matrix * n_out) // form.block
 
 
+def _pick(whole, axis, at):
+    """Entry `at` of an axis of an array in registers, whose other entries are dropped; of any bits the very same."""
+    dtype = whole.dtype
+    bits = jax.lax.bitcast_convert_type(whole, {2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]).astype(jnp.uint32)
+    shape = [1] * whole.ndim
+    shape[axis] = whole.shape[axis]
+    here = jnp.arange(whole.shape[axis], dtype=jnp.int32).reshape(shape) == at
+    bits = jnp.sum(jnp.where(here, bits, np.uint32(0)), axis=axis, dtype=jnp.uint32)
+    if dtype.itemsize == 2:
+        bits = bits.astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits, dtype)
+
+
 def project(
-    form, x_at, parts, row, outs, n_in, *, n_out, units, unroll, batch, targets=None, deposit_row=None, deposit=None
+    form, x_at, parts, row, outs, n_in, *, n_out, units, unroll, row_sides, batch, targets=None, deposit_row=None,
+    deposit=None,
 ):  # fmt: skip
     """x @ w[row, start:start+size].T for each (start, size) of `outs`, one in each of the stacked matrices.
 
@@ -148,6 +167,8 @@ def project(
       n_in, n_out: width and output size of each of the stacked matrices; n_in a multiple of `lanes`.
       units: of a tile, a power of two up to 8. unroll: tiles a step, which are all on their way before the first is
         used; the sums are the same, in the same order.
+      row_sides: scales and zero points of the output rows are read at once, before the first tile, and kept: few wide
+        reads in place of a narrow one a tile, which cost the link as much as a wide one does.
       batch: rows of the operand, padded to 16 at least; 1 for a single token.
       targets: refs like `parts` whose row `deposit_row` takes the tiles where `deposit` holds, or None.
 
@@ -194,6 +215,8 @@ def project(
             start, size = outs[matrix]
             rows, block_row = pl.ds(start, size), _block_row(form, matrix, start, n_out)
             w = take(0, (rows, cols), in_row, (size, tile_words)).reshape(size, *shape)
+            if whole is not None:
+                return w, [_pick(side, axis, i // tiles_an_entry) for side, axis, tiles_an_entry in whole[matrix]]
             sides = [
                 take(part, index, in_units if by_unit else any_unit, side)
                 for part, (index, side, by_unit) in enumerate(tiles.sides(rows, size, block_row, first), 1)
@@ -201,6 +224,23 @@ def project(
             return w, sides
 
         return first, in_row, x, (read_matrix(matrix) for matrix in range(len(outs)))
+
+    def read_sides(matrix):
+        """[(side of all tiles, its axis of entries, tiles that an entry serves)] of the output rows of a matrix."""
+        start, size = outs[matrix]
+        rows, block_row = pl.ds(start, size), _block_row(form, matrix, start, n_out)
+        found = []
+        for part, (index, side, by_unit) in enumerate(tiles.sides(rows, size, block_row, 0), 1):
+            # Entries of the part's row: one a unit, or one of several tiles.
+            n = parts[part].shape[-1]
+            entries = max(next_power_of_2(n), units if by_unit else 1)
+            mask = jnp.arange(entries, dtype=jnp.int32) < n
+            lead = side[:-1] if by_unit else side
+            values = take(part, (index[0], pl.ds(0, entries)), mask, (*lead, entries))
+            if by_unit:
+                values = values.reshape(*lead, entries // units, units)
+            found.append((values, len(lead), 1 if by_unit else max(1, 8 // units)))
+        return found
 
     def step(i, accs):
         if unroll == 1:
@@ -234,6 +274,7 @@ def project(
                 new.append(acc)
         return new
 
+    whole = [read_sides(matrix) for matrix in range(len(outs))] if row_sides else None
     steps = cdiv(words, tile_words * unroll)
     accs = [jnp.zeros((size, *shape) if batch == 1 else (batch, size), jnp.float32) for _, size in outs]
     # A tile past the end must not be known to be one: that would be refused, masked or not.

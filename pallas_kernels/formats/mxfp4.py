@@ -79,11 +79,19 @@ class MXFP4(Format):
 
 def float16_pairs(words: jax.Array) -> Iterator[jax.Array]:
     """Nibbles i and i + 4 of each word, for i = 0 .. 3, as float16 bits of their values over UNIT: nibble i in the
-    lower half of a word. For kernels: two nibbles an operation."""
-    for i in range(4):
-        sign = (words << 12 - 4 * i) & np.uint32(0x80008000)
-        code = (words << 9 - 4 * i if i < 3 else words >> 3) & np.uint32(0x0E000E00)
-        yield sign | code
+    lower half of a word. For kernels: two nibbles an operation, and one shift a pair.
+
+    A sign belongs three bits further from its code than in a nibble. Of every other nibble this can be had at once, by
+    taking all bits but the signs three places to the right; nibble 0 would lose its code that way.
+    """
+    low, signs = words >> 3, np.uint32(0x80808080)
+    odd = (words & signs) | (low & ~signs)
+    even = (words & signs >> 4) | (low & ~(signs >> 4))
+    both = np.uint32(0x8E008E00)
+    yield (words << 12) & np.uint32(0x80008000) | (words << 9) & np.uint32(0x0E000E00)
+    yield (odd << 8) & both
+    yield (even << 4) & both
+    yield odd & both
 
 
 def lane_values(words: jax.Array) -> list[jax.Array]:

@@ -209,7 +209,10 @@ def test_how_many_tiles_are_read_at_a_time_changes_no_sum(form, B):
     sums, banks = run(unroll=1)
     close(sums[0, 0], definition(np.asarray(x), rows, spec, 3, **size), "float32")
     steps = ({"unroll": 2}, {"unroll_missing": 5}, {"unroll": 5, "unroll_missing": 2})
-    for unroll in steps if isinstance(form, Dense) else (*steps, {"unroll": 3, "unroll_missing": 4}):
+    if not isinstance(form, Dense):
+        steps += ({"row_sides": 1, "row_sides_missing": 0},)
+        steps += ({"unroll": 3, "unroll_missing": 4, "row_sides": 1, "row_sides_missing": 1},)
+    for unroll in steps:
         others, deposited = run(**unroll)
         assert np.abs(others - sums[0]).max() < 1e-6 * np.abs(sums).max()
         assert deposited == banks
@@ -235,6 +238,12 @@ def test_tiles_are_read_at_a_time_where_they_say(form):
     assert places(None, unroll=2) > resident
     both = places(rows, unroll=1)
     assert both < places(rows, unroll=1, unroll_missing=2) < places(rows, unroll=2)
+    if not isinstance(form, Dense):
+        # Ten tiles, four at a time: one read of each side in place of four.
+        many = dict(unroll=4, row_sides_missing=False)
+        assert places(None, **many) == places(None, **many | {"row_sides_missing": True})
+        assert places(None, **many | {"row_sides": True}) < places(None, **many)
+        assert places(rows, **many | {"row_sides_missing": True}) < places(rows, **many)
 
 
 @pytest.mark.slow
