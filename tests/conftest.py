@@ -6,7 +6,9 @@ that enters JAX again can otherwise deadlock), products in full fp32, and a comp
 
 from __future__ import annotations
 
+import gc
 import os
+import platform
 import signal
 import tempfile
 
@@ -22,7 +24,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from collections.abc import Callable, Iterator  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import jax  # noqa: E402
@@ -39,6 +41,80 @@ jax.config.update("jax_default_matmul_precision", "highest")
 settings.register_profile("moe-jax", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("moe-jax")
 
+# Compilation was three quarters of the suite's time, so programs are barely optimised: without most of LLVM's passes.
+# HLO is optimised as always. `fully_optimised` marks tests of how programs compute, or for how long, and those that
+# compare with transformers: they get what users get, as do processes that tests start.
+jax.config.update("jax_disable_most_optimizations", True)
+# `--compiled quickly` leaves those out and halves the time of the others once more: XLA's older loop emitter takes no
+# trip through MLIR. It fuses a multiplication and an addition here and not there, depending on what is around them, and
+# the losslessness tests compare programs to the bit: AVX has no such instruction. One core compiles a program that is
+# not split for several in five sixths of the time. XLA reads flags once a process.
+QUICKLY = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_max_isa=AVX",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--compiled",
+        choices=("quickly", "fully"),
+        help="run only the tests that bear the fastest compilation (quickly), or only those that do not (fully)",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.compiled == "quickly" and platform.machine() == "x86_64":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XLA_FLAGS", " ".join((os.environ.get("XLA_FLAGS", ""), *QUICKLY)))
+            jax.jit(lambda: 0)()
+
+
+def _fully(item: pytest.Item) -> bool:
+    return item.get_closest_marker("fully_optimised") is not None
+
+
+@pytest.hookimpl(tryfirst=True)  # before a fixture of the test compiles
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if _fully(item) == jax.config.read("jax_disable_most_optimizations"):
+        jax.config.update("jax_disable_most_optimizations", not _fully(item))
+        jax.clear_caches()  # jax does not find a compiled function by this setting
+
+
+# The longest files, the longest first. A worker takes the next file when it is done with one: a long one that is
+# taken last leaves the others idle. (By itself xdist begins with the files that hold the most tests.)
+LONGEST = (
+    "moe_jax/test_lossless_families.py",
+    "pallas_kernels/test_expert_spec.py",
+    "moe_jax/models/test_parity.py",
+    "moe_jax/test_lossless.py",
+    "experiments/test_documents.py",
+    "experiments/test_bench_kernels.py",
+    "experiments/test_run_generate.py",
+    "moe_jax/models/test_packed_dense.py",
+    "moe_jax/conversion/test_rows.py",
+    "moe_jax/test_encoder_decoder.py",
+    "host_offload/test_simulate.py",
+    "host_offload/policies/test_engine.py",
+    "moe_jax/test_lookahead.py",
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (how := config.option.compiled) is not None:
+        others = [item for item in items if _fully(item) != (how == "fully")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if _fully(item) == (how == "fully")]
+    if hasattr(config, "workerinput"):
+        rank = {f"{Path(__file__).parent}/{name}": number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a million objects of the imports, which the collector would look through again and again
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Callable[[str], Path]:
@@ -54,19 +130,6 @@ def tiny(tmp_path_factory) -> Callable[[str], Path]:
         return built[name]
 
     return directory
-
-
-@pytest.fixture(scope="module")
-def barely_optimised() -> Iterator[None]:
-    """Programs of the module are compiled without most of LLVM's passes, which take half of the time or more.
-
-    For tests of what programs do, not of how exactly they compute: calls, caches, faults. HLO is optimised as always.
-    """
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-    jax.clear_caches()  # the setting is no part of what jax finds a compiled function by: other modules get their own
 
 
 @pytest.fixture(scope="session")

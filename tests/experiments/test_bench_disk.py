@@ -11,8 +11,6 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "experiments"))
 import bench_disk
 
-pytestmark = pytest.mark.usefixtures("barely_optimised")
-
 QUICK = dict(make="qwen3-30b-a3b", layers=None, dry=True, share=0.25, host_share=0.5, tokens=6, context=8, repeats=1)
 
 

@@ -30,6 +30,7 @@ def run_blocks(text: str, name: str) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.fully_optimised  # many tokens of the demo model
 def test_readme_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks(README)
@@ -47,6 +48,7 @@ def test_readme_examples_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.fully_optimised
 def test_policies_page_runs_in_both_transports(capsys):
     namespace = run_blocks(POLICIES, "policies-page")
     assert isinstance(get_policy("score-average"), namespace["ScoreAverage"])

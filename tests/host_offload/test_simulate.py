@@ -366,6 +366,7 @@ def test_an_empty_trace_counts_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.fully_optimised  # runs the demo model longer than it compiles it
 def test_the_engine_does_what_the_simulator_says():
     from moe_jax import MoE, demo_model_path
 

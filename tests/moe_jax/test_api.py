@@ -16,8 +16,6 @@ from host_offload.trace import Trace
 from moe_jax import MoE
 from moe_jax.errors import ConfigError, InputError, MoEJaxError, TokenizerError, TransportError
 
-pytestmark = pytest.mark.usefixtures("barely_optimised")
-
 CONFIG = {
     "transport": "callback",  # compiles in half the time of `device`; losslessness is shown elsewhere
     "cache_rate": 0.25,

@@ -10,8 +10,6 @@ from moe_jax import MoE, OffloadConfig
 from moe_jax.api import SEVERAL_CACHES
 from moe_jax.errors import CheckpointError, ConfigError, InputError, MoEJaxError
 
-pytestmark = pytest.mark.usefixtures("barely_optimised")
-
 PROMPT = np.random.default_rng(3).integers(3, 256, 12)
 CONFIG = {
     "transport": "callback",

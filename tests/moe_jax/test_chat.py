@@ -11,8 +11,6 @@ from moe_jax import MoE
 from moe_jax.errors import ConfigError, InputError, MoEJaxError, TokenizerError, TransportError
 from moe_jax.generation.chat import encode_chat
 
-pytestmark = pytest.mark.usefixtures("barely_optimised")
-
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"

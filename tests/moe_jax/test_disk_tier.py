@@ -21,7 +21,7 @@ from moe_jax.engine.loading import make_host_policy, map_experts, read_model_con
 from moe_jax.errors import ConfigError, TransportError
 from moe_jax.interrupts import keep_interrupts
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimised")]
+pytestmark = pytest.mark.slow
 
 CONFIG = {"progress": False, "max_batch": 4, "page_size": 16, "max_sequence_length": 64, "decode_chunk": 4}
 NEW = 6

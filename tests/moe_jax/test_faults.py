@@ -10,7 +10,7 @@ from host_offload.policy import LRU
 from moe_jax import MoE
 from moe_jax.errors import MoEJaxError, TransportError
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimised")]
+pytestmark = pytest.mark.slow
 
 PROMPT = np.random.default_rng(7).integers(3, 256, 12)
 BATCH = np.stack([PROMPT, np.roll(PROMPT, 1), np.roll(PROMPT, 2)])

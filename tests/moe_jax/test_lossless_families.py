@@ -78,9 +78,8 @@ def test_the_settings_cover_all_pairs():
 
 
 @pytest.fixture(scope="module")
-def recorder(barely_optimised):
-    """What the sampler is given. What is tested here is where experts come from, not how well the code around them is
-    optimised."""
+def recorder():
+    """What the sampler is given."""
     with drawn_logits() as seen:
         yield seen
 

@@ -186,6 +186,7 @@ def test_a_fault_of_a_copy_ends_the_call_and_not_the_model(tiny, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.fully_optimised
 def test_without_prefetch_the_programs_are_what_they_were(tiny):
     """And with one that asks no router: the host alone knows of it."""
 

@@ -10,7 +10,7 @@ from moe_jax import MoE
 from moe_jax.errors import InputError, TransportError
 from moe_jax.replay import with_prompts
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimised")]
+pytestmark = pytest.mark.slow
 
 NEW = 6
 COUNTED = COUNTERS[:4]

@@ -77,6 +77,7 @@ def test_values_are_cast_to_the_pool_dtype_and_bytes_are_counted():
     assert kv.bytes == 2 * 2 * (2 * 4 * 2 * 4) * 2  # k and v, layers, pages * P * G * H, bfloat16
 
 
+@pytest.mark.fully_optimised
 def test_a_loop_with_a_donated_cache_copies_no_pool():
     kv = cache([[1, 2, 3, 4, 5, 6]])
     shape = ",".join(map(str, kv.pages[0]["k"].shape))

@@ -5,7 +5,7 @@ import pytest
 
 from moe_jax import MoE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fully_optimised]
 
 # Every family's tokens and the logits that chose them are compared in `test_lossless_families.py`.
 NAMES = ("mixtral_swa_tied", "qwen3_moe", "gpt_oss")

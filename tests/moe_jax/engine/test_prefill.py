@@ -7,7 +7,7 @@ from host_offload import slots
 from moe_jax import MoE
 from moe_jax.engine.engine import block_rows, power_of_two
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimised")]
+pytestmark = pytest.mark.slow
 
 CONFIG = {
     "cache_rate": 0.25,

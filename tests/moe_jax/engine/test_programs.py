@@ -10,7 +10,7 @@ import pytest
 from host_offload.transport import callback, graph
 from moe_jax import MoE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fully_optimised]
 
 CONFIG = {
     "cache_rate": 0.5,

@@ -12,7 +12,7 @@ from moe_jax import MoE
 from moe_jax.engine import loading
 from moe_jax.errors import ConfigError, MoEJaxError
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimised")]
+pytestmark = pytest.mark.slow
 
 PROMPT = np.random.default_rng(11).integers(3, 256, 12)
 NEW = 6

@@ -303,6 +303,7 @@ def test_abstract_params_hold_no_memory_and_match_targets(tied):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, family in BY_NAME.items() if not family.config_cls.encoder_decoder])
+@pytest.mark.fully_optimised  # draws arrays of real size
 def test_modules_initialise_with_values_of_the_right_scale(name):
     family = BY_NAME[name]
     cfg = read(name, num_hidden_layers=2, initializer_range=0.5)

@@ -40,6 +40,7 @@ def close(name: str, actual, wanted, what: str) -> None:
     assert difference <= allowed, f"{what}: differs by {difference:.2e}"
 
 
+@pytest.mark.fully_optimised
 @pytest.mark.parametrize("name", NAMES)
 def test_every_module_equals_transformers(name, load_tiny, expected):
     tiny, want = load_tiny(name), expected(name)
@@ -176,6 +177,7 @@ def test_a_finished_row_changes_nothing_for_the_others(name, load_tiny, expected
 
 
 @pytest.mark.slow
+@pytest.mark.fully_optimised
 @pytest.mark.parametrize("tokens", (1, 8), ids=("decode", "prefill"))
 @pytest.mark.parametrize("name", ("qwen3_moe", "deepseek_v2_lite", "jamba", "qwen3_5_moe", "deepseek_v4"))
 def test_pools_are_updated_in_place(name, tokens, load_tiny):
