@@ -13,11 +13,11 @@ import warnings
 import jax
 import jax.numpy as jnp
 from jax._src import core
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith
+from jax._src.lib.triton import dialect as triton_dialect
 from jax._src.pallas import core as pallas_core
 from jax.experimental import pallas as pl
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
-from jaxlib.triton import dialect as triton_dialect
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
