@@ -21,8 +21,11 @@ import random_model
 
 from host_offload.capacity import SlotBudget
 from host_offload.policy import get_policy
+from host_offload.prefetch import Experience
+from host_offload.prefetch.staging import StagingSettings
 from host_offload.store import RowSpec
 from host_offload.transport.graph import GraphTransport
+from host_offload.transport.staged import StagedTransport
 from moe_jax import OffloadConfig
 from moe_jax.engine.kv_cache import PagedKV
 from moe_jax.engine.programs import LoopState, Programs
@@ -30,6 +33,7 @@ from moe_jax.generation.sampling import SamplingParams, sampler_arrays
 from moe_jax.layers.attention import choose_implementation
 from moe_jax.models.registry import abstract_params
 from pallas_kernels import _compat
+from pallas_kernels.expert_ffn import Prefix
 
 BF16 = np.dtype(jnp.bfloat16)
 # What XLA computes within the kernel that reads it: views, and arithmetic on indices.
@@ -71,14 +75,18 @@ def parts(name):
     return found.cfg, found.spec, found.experts
 
 
-def traced(name, policy, batch, routing):
+def traced(name, policy, batch, routing, prefetch=None):
     """jaxpr of the decode loop's body."""
     cfg, spec, experts = parts(name)
     L, E = spec.L, spec.E
     graphdef, params = abstract_params(cfg, BF16)
     slabs = [{n: jax.ShapeDtypeStruct((E, *s), d) for n, (s, d) in spec.tensors.items()} for _ in range(L)]
     budget = SlotBudget(L * E // 2, (E // 2,) * L, L, spec.row_bytes, "layer", "test")
-    transport = GraphTransport(
+    make = GraphTransport
+    if prefetch is not None:
+        settings = StagingSettings(prefetch, 1 << 21, True, 1, Prefix(16, 16), True, Experience(L, E))
+        make = functools.partial(StagedTransport, prefetch=settings)
+    transport = make(
         spec, SimpleNamespace(spec=spec, slabs=slabs), budget, get_policy(policy), forced_admit=False,
         max_pairs=batch * cfg.num_experts_per_tok, implementation="pallas", experts=experts,
     )  # fmt: skip
@@ -101,6 +109,8 @@ def traced(name, policy, batch, routing):
         Programs(graphdef, transport)._decode, steps=4, greedy=True, sort=False, routing=record, attention=attention
     )
     operands = {"pool": slabs, "control": i32((L + 2,))}
+    if prefetch is not None:
+        operands["ahead"] = transport.operands()["ahead"]
     jaxpr = jax.jit(body).trace(params, operands, loop, draws, None).jaxpr
     (loop_equation,) = [e for e in flat(jaxpr) if e.primitive == "while"]
     return loop_equation.params["body_jaxpr"]
@@ -184,6 +194,13 @@ def test_neither_with_several_tokens_nor_with_a_policy_outside_of_the_plan(on_a_
     equations = live(traced("qwen3-30b-a3b", policy, batch, routing=True))
     early = [equation for equation in equations if launches_next(equation)]
     assert [found for e in early if (found := read_too_soon(equations, e))] == []
+
+
+@pytest.mark.parametrize("prefetch", ("request-counts", "cross-layer+temporal"))
+def test_neither_with_prefetch(on_a_gpu, prefetch):
+    equations = live(traced("qwen3-30b-a3b", "lru", 1, routing=True, prefetch=prefetch))
+    early = [equation for equation in equations if launches_next(equation)]
+    assert early and [found for e in early if (found := read_too_soon(equations, e))] == []
 
 
 def test_a_step_of_one_token_launches_most_kernels_early(on_a_gpu):
