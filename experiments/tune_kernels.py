@@ -53,7 +53,7 @@ from pallas_kernels.row_linear.kernel import row_key, row_tiles
 app = typer.Typer(add_completion=False)
 console = Console(width=170)
 
-# Of expert_ffn_deposit only how many tiles are read at a time: else a result would depend on what was resident.
+# Of expert_ffn_deposit only how its rows are read, not summed: else a result would depend on what was resident.
 TUNABLE = ("dequant_gemm", "expert_ffn", "expert_ffn_deposit", "expert_ffn_prefill", "paged_attention", "row_linear")
 # Sums that a thread keeps in registers, of which it has 255: more spill, and with fewer it has nothing to do.
 REGISTERS = range(4, 129)

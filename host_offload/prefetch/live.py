@@ -12,6 +12,29 @@ GATES = {"gate-1": 1, "gate-2": 2, "gate-3": 3}
 WORTH = 0.1
 
 
+def worth_learning(predictor, seen: Experience, taken: tuple[int, int]) -> bool:
+    """Whether there is more to learn from than at `taken`, the requests and tokens that the predictor's tables were
+    made of; a few tokens are not worth the time."""
+    requests, tokens = taken
+    if predictor.learned:
+        return seen.counts.tokens > tokens * (1 + WORTH)
+    return seen.requests != requests
+
+
+def is_scripted(predictor) -> bool:
+    """Whether it reads arrays that only a recorded run has, such as the truth."""
+    return bool(set(predictor.reads) - GATES.keys())
+
+
+def check_script(predictor, script):
+    """Raises ValueError if a scripted predictor is to begin a run without its recorded steps."""
+    if is_scripted(predictor) and script is None:
+        raise ValueError(
+            f"prefetch={predictor.name!r} reads {', '.join(predictor.reads)} from a recorded run: use it with "
+            "MoE.replay, or choose one that learns while the model runs, such as 'cross-layer+temporal'"
+        )
+
+
 class LivePredictor:
     """Wraps a `Predictor` (NumPy); owner as of `Experience`.
 
@@ -32,8 +55,8 @@ class LivePredictor:
 
     @property
     def scripted(self) -> bool:
-        """Whether it reads arrays that only a recorded run has, such as the truth."""
-        return bool(set(self.predictor.reads) - GATES.keys())
+        """See `is_scripted`."""
+        return is_scripted(self.predictor)
 
     @property
     def ready(self) -> bool:
@@ -47,22 +70,14 @@ class LivePredictor:
             self._state = self.predictor.init(np, self._seen.L, self._seen.E, self._seed)
 
     def _stale(self):
-        """Whether there is more to learn from than when the tables were made; a few tokens are not worth the time."""
-        requests, tokens = self._taken
-        if self.predictor.learned:
-            return self._seen.counts.tokens > tokens * (1 + WORTH)
-        return self._seen.requests != requests
+        return worth_learning(self.predictor, self._seen, self._taken)
 
     def begin(self, script=None):
         """A run begins. script: its decode steps ahead of time, `predictors.replay.Step`s, for a scripted predictor.
 
         Raises ValueError if a scripted predictor gets none.
         """
-        if self.scripted and script is None:
-            raise ValueError(
-                f"prefetch={self.predictor.name!r} reads {', '.join(self.predictor.reads)} from a recorded run: use it "
-                "with MoE.replay, or choose one that learns while the model runs, such as 'cross-layer+temporal'"
-            )
+        check_script(self.predictor, script)
         self._script, self._at = script, -1
         self._seen.end_request()
         if self.predictor.needs_fit and self._stale():

@@ -15,7 +15,7 @@ def resolve_tiles(defaults: dict, overrides: dict | None, *, width: int, model: 
     Args:
       defaults: {"gate_up": {...}, "down": {...}}, each with `block_out`, `num_warps`, `num_stages` and, where
         that is a choice, `block_in` and how many such tiles a step takes, `unroll` and `unroll_missing`. `unroll`
-        given alone is both.
+        given alone is both. Of packed rows also `row_sides` and `row_sides_missing`, each by itself.
       overrides: the same form, any part of it, or None.
       width: F; model: D.
       least: smallest side of a tile: 16 where tensor cores work on it, else 1.
