@@ -186,7 +186,7 @@ class OffloadConfig:
     seed: int = 0
     prefill_chunk: int | None = None
     lookahead_rows: int | None = None
-    decode_chunk: int = 16
+    decode_chunk: int = 8
     page_size: int = 64
     max_sequence_length: int | None = None
     max_batch: int = 8

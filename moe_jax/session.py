@@ -28,7 +28,12 @@ class Session:
         self._record = moe.config.trace if trace is None else trace
         rows = [dataclasses.replace(params, max_new_tokens=batch.max_new_tokens, max_length=None)] * len(batch.prompts)
         self._run: Run = moe._open_engine().start(
-            list(batch.prompts), rows, seed=params.seed, routing=self._record, source=request.source
+            list(batch.prompts),
+            rows,
+            seed=params.seed,
+            routing=self._record,
+            source=request.source,
+            stops=bool(params.stop),
         )
         self._matchers = [
             StopMatcher(moe.tokenizer, params.stop, prompt.tolist()) if params.stop else None
@@ -53,7 +58,7 @@ class Session:
             if match is not None:
                 ids = ids[: max(0, match.kept - len(self.new_ids[row]))]
                 self._run.stats.overshoot += match.overshoot
-                self._run.live[row] = False
+                self._run.stop(row)
         self.new_ids[row].extend(ids)
         return ids
 

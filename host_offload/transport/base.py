@@ -43,6 +43,9 @@ class Transport(abc.ABC):
     name: str
     plans = True  # whether a policy decides
     gate = 0  # how many layers ahead the model's routers have to guess for `bind`; 0: they do not
+    # Whether a call of decode may start before the host has read what the last one returned, and a step without live
+    # rows leaves slots, policy and counters as they are.
+    runs_ahead = False
     scripted = False  # whether a run needs its steps told ahead of time
     watches = False  # whether `decoded` wants to know of the routing of decode
     changed = False  # whether `operands` has news for the next call of a program
@@ -152,18 +155,22 @@ class Transport(abc.ABC):
     def begin(self, state):
         """Zeroes the counters (traced, at the start of a jitted call)."""
 
+    def counters(self, state):  # noqa: B027
+        """What the state holds of the counters of a jitted call: arrays on the device, or None if the host counts."""
+
     @abc.abstractmethod
-    def read_counters(self, state):
+    def read_counters(self, counters):
         """[L, 4] NumPy counters of the last jitted call, with those of `DiskTier.take_counters` after them if there is
-        a tier."""
+        a tier; of what `counters` gave for that call."""
 
     @abc.abstractmethod
     def reset_policy(self, state):
         """The policy at the start of a request (`Policy.reset`)."""
 
-    def finish_step(self, state):
-        """Advances the clock and hands out the routing of the step: (state, (ids, weights, scores) a layer)."""
-        return replace(state, step=state.step + 1, record=()), state.record
+    def finish_step(self, state, live=True):
+        """Advances the clock, if the step had `live` rows (bool or a scalar of it), and hands out the routing of the
+        step: (state, (ids, weights, scores) a layer)."""
+        return replace(state, step=state.step + live, record=()), state.record
 
     def report(self, state):  # noqa: B027
         """Arrays on the device that `decoded` wants on the host, or None."""

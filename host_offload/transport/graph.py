@@ -29,6 +29,7 @@ class GraphTransport(Transport):
     """
 
     name = "device"
+    runs_ahead = True
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -83,8 +84,11 @@ class GraphTransport(Transport):
     def tables(self, state):
         return np.asarray(state.slot_of), np.asarray(state.owner)
 
-    def read_counters(self, state):
-        return np.asarray(state.counters)
+    def counters(self, state):
+        return state.counters
+
+    def read_counters(self, counters):
+        return np.asarray(counters)
 
     def begin(self, state):
         return replace(state, counters=jnp.zeros_like(state.counters))
@@ -115,7 +119,7 @@ class GraphTransport(Transport):
             return t, state
         with jax.named_scope("policy"):
             seen = self.policy.observe(jnp, state.policy, layer, need, event_scores(scores, live), t)
-        return t, replace(state, policy=seen)
+        return t, replace(state, policy=_if_any(need, seen, state.policy))
 
     def _priority_grid(self, state, t):
         L, E = self.spec.L, self.spec.E
@@ -155,12 +159,13 @@ class GraphTransport(Transport):
             counters=state.counters.at[plan.layer].add(change, mode="promise_in_bounds"),
         )
 
-    def _commit(self, layer, t, state):
+    def _commit(self, layer, need, t, state):
         """The policy at the end of the event, if it follows what the cache holds; otherwise nothing is traced."""
         if not (self.plans and self.policy.in_cache):
             return state
         with jax.named_scope("policy"):
-            return replace(state, policy=self.policy.commit(jnp, state.policy, layer, state.slot_of >= 0, t))
+            after = self.policy.commit(jnp, state.policy, layer, state.slot_of >= 0, t)
+            return replace(state, policy=_if_any(need, after, state.policy))
 
     def _decode(self, layer, x, ids, weights, scores, live, state, pool, control):
         E = self.spec.E
@@ -211,7 +216,7 @@ class GraphTransport(Transport):
                 entry = (jnp.cumsum(need, dtype=jnp.int32) - 1)[pairs]
                 entry = jnp.where(jnp.repeat(live, ids.shape[1]), entry, 0)
                 state = self._apply(plan, state)
-        state = self._commit(layer, t, state)
+        state = self._commit(layer, need, t, state)
         distinct = min(E, pairs.shape[0])
         with jax.named_scope("expert_ffn"):
             y, state = self._serve(layer, x, (rows, src, deposit, count), distinct, state, pool)
@@ -245,7 +250,7 @@ class GraphTransport(Transport):
             plan = self._plan(layer, need, state, control, t, assign_rows=False)
             order = schedule_rounds(jnp, plan, need, state.slot_of, state.owner, group=self.group)
             state = self._apply(plan._replace(dest=order.dest), state)
-        state = self._commit(layer, t, state)
+        state = self._commit(layer, need, t, state)
         if self.pool is None:
             order = order._replace(rounds=jnp.ones((), jnp.int32))
             return serve_rounds(self, layer, x, ids, weights, live, order, state, None, None, block_rows)
@@ -263,6 +268,12 @@ class GraphTransport(Transport):
         if ahead is not None:
             ahead = np.flatnonzero(ahead).tolist()
         self._rounds.begin(ctx, layer, banks, Schedule(position=None, dest=None, **arrays), ahead)
+
+
+def _if_any(need, new, old):
+    """The policy's state `new` after an event, or `old` if no expert was needed: no live token, and no event."""
+    happened = jnp.any(need)
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(happened, a, b), new, old)
 
 
 def _alike(a, b) -> bool:

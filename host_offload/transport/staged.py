@@ -57,6 +57,7 @@ class StagedTransport(GraphTransport):
     """
 
     watches = True  # `decoded` wants the routing of every step
+    runs_ahead = False  # what the host learned of one call is a value of the next
 
     def __init__(self, *args, prefetch, **kwargs):
         super().__init__(*args, **kwargs)
@@ -287,13 +288,12 @@ class StagedTransport(GraphTransport):
         y, banks, staging = self._experts(x, listed, distinct, state.banks, pool, staging=state.ahead.staging)
         return y, replace(state, banks=banks, ahead=replace(state.ahead, staging=staging))
 
-    def finish_step(self, state):
+    def finish_step(self, state, live=True):
         ahead = state.ahead
         if ahead.notes:
             staged = jnp.stack([ids for ids, _ in ahead.notes])  # [layers, P]
             ids = jnp.stack([ids for ids, _, _ in state.record])  # [layers, B, K]
-            live = ahead.notes[0][1]
-            found = (ids[:, None] == staged[:, :, None, None]) & live[:, None]
+            found = (ids[:, None] == staged[:, :, None, None]) & ahead.notes[0][1][:, None]
             # Staged experts had no slot and got none before their event, so what was needed of them was a miss.
             useful = jnp.sum(jnp.any(found, axis=(2, 3)), axis=1, dtype=jnp.int32)
             # What was staged for a layer of this step is in its note, what was for the next step's first is not yet.
@@ -302,4 +302,4 @@ class StagedTransport(GraphTransport):
             counts = ahead.counts.at[self._first :].add(jnp.stack([issued, useful], axis=1))
             ahead = self._by_layer(ahead, LayerRows.whole)
             ahead = replace(ahead, counts=counts, at=ahead.at + 1, notes=())
-        return super().finish_step(replace(state, ahead=ahead))
+        return super().finish_step(replace(state, ahead=ahead), live)

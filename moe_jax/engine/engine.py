@@ -122,14 +122,19 @@ class Engine:
                 leaf.delete()
         self.params = self._kv = self.cache = self.operands = self.programs = None
 
-    def start(self, prompts, params, *, seed, routing=False, forced=None, source=None, script=None) -> "Run":
+    def start(
+        self, prompts, params, *, seed, routing=False, forced=None, source=None, script=None, stops=False
+    ) -> "Run":
         """A batch: prompts [T_b] int32 arrays without padding, one `SamplingParams` a row.
 
         routing: record it. forced: `ForcedRouting` of the rows, which then takes the router's place.
         source: `PreparedBatch` of an encoder-decoder's sources; the prompts are then what the decoder is given.
         script: the decode steps ahead of time, for a transport that is `scripted`.
+        stops: the caller may want to `stop` rows.
         """
-        return Run(self, prompts, params, seed=seed, routing=routing, forced=forced, source=source, script=script)
+        return Run(
+            self, prompts, params, seed=seed, routing=routing, forced=forced, source=source, script=script, stops=stops
+        )
 
     def forward(self, prompts, source=None):
         """Logits of every prompt token: list of [T_b, V] f32 arrays. Counts as prefill in the returned `RunStats`."""
@@ -155,12 +160,12 @@ class Engine:
 
 
 class Run:
-    """One batch from prompt to last token. Iterate `tokens()`; set rows of `live` to False to stop them early.
+    """One batch from prompt to last token. Iterate `tokens()`; `stop` rows to end them early.
 
     Rows are padded to a power of two (dead rows), so a new batch size rarely compiles.
     """
 
-    def __init__(self, engine, prompts, params, *, seed, routing, forced=None, source=None, script=None):
+    def __init__(self, engine, prompts, params, *, seed, routing, forced=None, source=None, script=None, stops=False):
         self.engine = engine
         self.stats = RunStats(engine.transport.spec.L, engine.transport.spec.row_bytes, source is not None)
         self.stats.calls = 1
@@ -171,6 +176,7 @@ class Run:
         self._forced = None if forced is None else jax.device_put(forced)
         self._source = source
         self._script = script
+        self._stops = stops
         self._requests = np.arange(engine.requests, engine.requests + len(prompts))
         engine.requests += len(prompts)
         self._seed = seed
@@ -180,6 +186,10 @@ class Run:
         self._pages: list[int] = []
         self._compiled = engine.programs.compilations, engine.programs.compile_seconds
         self._loop = None
+        self._under_way, self._clock = (
+            0,
+            0.0,
+        )  # calls that were started; when the last results came, or a first call began
         self._step = engine.steps
 
     # ------------------------------------------------------------ public calls
@@ -204,6 +214,12 @@ class Run:
         started = time.perf_counter()
         with self._guard():
             yield from self._generate(started)
+
+    def stop(self, row: int):
+        """No more tokens of this row. Raises ValueError if the run was started without `stops`."""
+        if not self._stops:
+            raise ValueError(f"stop({row}): later tokens of this run may be under way: start it with stops=True")
+        self.live[row] = False
 
     # ------------------------------------------------------------ the work
 
@@ -241,24 +257,41 @@ class Run:
         self._count_compilation()
         self.stats.ttft = time.perf_counter() - started - self.stats.compile_seconds
         self.stats.first_tokens = 1
-        loop = LoopState(kv, engine.cache, tokens, live, left, seen)
-        self._keep(loop)
-        yield host_tokens[:, None].astype(np.int32)
+        self._keep(LoopState(kv, engine.cache, tokens, live, left, seen))
+        left, waiting = max(new) - 1, None
+        try:
+            if self._ahead and self.live.any():
+                waiting, left = self._begin(draws, choice), left - engine.decode_chunk
+            yield host_tokens[:, None].astype(np.int32)
 
-        while self.live.any():
-            if not engine.alive:
-                raise MoEJaxError(CLOSED_MEANWHILE)
-            tokens, error = self._decode(draws, choice)
-            if tokens.size:
-                yield tokens
-            if error is not None:  # only now: the steps of this chunk before the faulty one are good
-                raise transport_error("decoding", error)
+            while self.live.any():
+                if not engine.alive:
+                    raise MoEJaxError(CLOSED_MEANWHILE)
+                chunk, waiting = waiting, None
+                if chunk is None:
+                    chunk, left = self._begin(draws, choice), left - engine.decode_chunk
+                if self._ahead and left > 0:
+                    waiting, left = self._begin(draws, choice), left - engine.decode_chunk
+                tokens, error = self._finish(chunk)
+                if tokens.size:
+                    yield tokens
+                if error is not None:  # only now: the steps of this chunk before the faulty one are good
+                    raise transport_error("decoding", error)
+        except GeneratorExit:
+            if waiting is not None and engine.alive:
+                self._finish(waiting, unwanted=True)
+            raise
 
-    def _decode(self, draws, choice):
-        """One jit call of the decode loop: new ids [B, n] of its good steps, and what ended it early or None."""
+    @property
+    def _ahead(self):
+        """Whether a chunk may start before the host has seen the one before it: between two of them the device would
+        wait for the host to read results and to hand over all arrays again (4 ms with 24 layers)."""
+        return self.engine.transport.runs_ahead and not self._stops
+
+    def _begin(self, draws, choice):
+        """Starts a jit call of the decode loop; what `_finish` takes."""
         engine, transport = self.engine, self.engine.transport
-        started = time.perf_counter()
-        loop = replace(self._loop, live=jnp.asarray(self.live))
+        loop = self._loop if self._ahead else replace(self._loop, live=jnp.asarray(self.live))
         K = engine.cfg.num_experts_per_tok
         static = {
             "steps": engine.decode_chunk,
@@ -266,26 +299,42 @@ class Run:
             "routing": (self._decoder_layers, K) if self._record or transport.watches else None,
             **choice,
         }
+        if not self._under_way:
+            self._clock = time.perf_counter()
+        self._under_way += 1
         compiled = engine.programs.compile_seconds
-        loop, out, done, routed = engine.programs.run(
+        loop, results = engine.programs.run(
             "decode", (2,), static, engine.params, engine.operands, loop, draws, self._forced
         )
         self._keep(loop)
-        wanted = out, done, loop.live, routed, transport.report(loop.cache)
-        out, done, self.live, routed, report = jax.device_get(wanted)
-        self.live = np.array(self.live)
+        self._clock += engine.programs.compile_seconds - compiled
+        return results
+
+    def _finish(self, results, unwanted=False):
+        """Waits for a call: new ids [B, n] of its good steps, and what ended it early or None.
+
+        unwanted: nobody takes its tokens any more, they are only counted.
+        """
+        engine, transport = self.engine, self.engine.transport
+        results = jax.device_get(results)
+        self._under_way -= 1
+        out, done, routed = (results[name] for name in ("tokens", "steps", "routing"))
+        self.live = np.array(results["live"])
         out = out[: len(self.prompts), :done]
-        counters = transport.read_counters(loop.cache)
-        seconds = time.perf_counter() - started - (engine.programs.compile_seconds - compiled)
+        counters = transport.read_counters(results["counters"])
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
         error = transport.take_error()
         good = out != NO_TOKEN
         fed = int(good.sum())
         steps = int(good.any(axis=0).sum())
         self.stats.decode.add(counters, fed, steps, seconds, fed * self._pairs_per_token)
-        if self._record:
+        if unwanted:
+            self.stats.overshoot += fed
+        elif self._record:
             self._note_routing(routed[0][:steps], routed[1][:steps], good.T[:steps], phase=1)
         if transport.watches:
-            transport.decoded(report, routed[0][:steps], good.T[:steps])
+            transport.decoded(results["report"], routed[0][:steps], good.T[:steps])
             engine.follow_transport()
         self._step += done
         self._count_compilation()
@@ -327,7 +376,8 @@ class Run:
     def _book(self, phase, fed, lookups, began, compiled):
         """Counts a step of `fed` tokens that began at `began`, when `compiled` seconds had been spent compiling."""
         programs = self.engine.programs
-        counters = self.engine.transport.read_counters(self.engine.cache)
+        transport = self.engine.transport
+        counters = transport.read_counters(transport.counters(self.engine.cache))
         seconds = time.perf_counter() - began - (programs.compile_seconds - compiled)
         phase.add(counters, fed, 1, seconds, lookups)
         self._step += 1

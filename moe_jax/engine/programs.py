@@ -64,7 +64,7 @@ class Programs:
     def run(self, name: str, donate: tuple[int, ...], static: dict, *args):
         """Runs the method `_<name>` on `args`, compiled for their shapes and `static`."""
         leaves, structure = jax.tree.flatten(args)
-        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         key = (name, tuple(sorted(static.items())), structure, shapes)
         if key not in self._compiled:
             started = time.perf_counter()
@@ -129,10 +129,13 @@ class Programs:
         return _advance(tokens, tokens, live, live, left, seen, draws["eos"])
 
     def _decode(self, params, operands, loop, draws, forced, *, steps, greedy, sort, routing, attention):
-        """Up to `steps` tokens a row; stops when no row is live or a callback failed. `forced` as in `_prefill`.
+        """Up to `steps` tokens a row. When no row is live or a callback failed it stops, or the steps that are left are
+        idle (`Transport.runs_ahead`). `forced` as in `_prefill`.
 
-        Returns the loop state, tokens [B, steps] (NO_TOKEN where a row produced none), steps done, and routing
-        [steps, L, B, K] or None. routing: (L, K) to record it, else None; in an encoder-decoder L is the decoder's.
+        Returns the loop state and what the host wants of the call, apart from the state, which the next call may have
+        consumed by then: tokens [B, steps] (NO_TOKEN where a row produced none), steps done, live [B], routing
+        [steps, L, B, K] or None, and the transport's counters and report. routing: (L, K) to record it, else None; in
+        an encoder-decoder L is the decoder's.
         """
         model = nnx.merge(self._graphdef, params)
         transport = self._transport
@@ -140,28 +143,35 @@ class Programs:
         loop = replace(loop, cache=transport.begin(loop.cache))
         B = loop.tokens.shape[0]
 
-        def step(i, loop, out, routed):
+        def running(i, loop):
+            return (i < steps) & jnp.any(loop.live) & (loop.cache.error[0] == 0)
+
+        def step(carry):
+            i, loop, out, routed = carry
             kv = loop.kv
+            go = running(i, loop)
+            fed = loop.live & go
             experts = force(transport.bind(operands, prefill=False, **guesses), forced, kv.lengths[:, None])
             hidden, kv, cache = model(
                 loop.tokens[:, None],
                 kv.lengths[:, None],
-                loop.live[:, None],
+                fed[:, None],
                 kv,
                 experts,
                 loop.cache,
                 attention=attention,
             )
-            cache, record = transport.finish_step(cache)
+            cache, record = transport.finish_step(cache, go)
             with jax.named_scope("sample"):
                 drawn = _draw(model.logits(hidden[:, 0]), loop.seen, draws, kv.lengths, greedy, sort)
-            good = loop.live & (cache.error[0] == 0)
+            good = fed & (cache.error[0] == 0)
             tokens, live, left, seen = _advance(drawn, loop.tokens, good, loop.live, loop.left, loop.seen, draws["eos"])
+            # An idle step writes what is written already, or where nobody reads.
             out = out.at[:, i].set(jnp.where(good, drawn, NO_TOKEN))
             if routing:
                 ids, weights = _stack(record)
                 routed = (routed[0].at[i].set(ids), routed[1].at[i].set(weights))
-            return LoopState(kv, cache, tokens, live, left, seen), out, routed
+            return i + go, LoopState(kv, cache, tokens, live, left, seen), out, routed
 
         out = jnp.full((B, steps), NO_TOKEN, jnp.int32)
         routed = None
@@ -169,16 +179,17 @@ class Programs:
             L, K = routing
             routed = jnp.zeros((steps, L, B, K), jnp.int16), jnp.zeros((steps, L, B, K), jnp.float16)
 
-        def more(carry):
-            i, loop, _, _ = carry
-            return (i < steps) & jnp.any(loop.live) & (loop.cache.error[0] == 0)
-
-        def body(carry):
-            i, loop, out, routed = carry
-            return (i + 1, *step(i, loop, out, routed))
-
-        done, loop, out, routed = jax.lax.while_loop(more, body, (jnp.int32(0), loop, out, routed))
-        return loop, out, done, routed
+        carry = (jnp.int32(0), loop, out, routed)
+        if transport.runs_ahead:
+            # XLA starts all of a fixed number of steps at once; the condition of a loop is read by the host, which
+            # then cannot go on to the next call.
+            carry = jax.lax.fori_loop(0, steps, lambda _, carry: step(carry), carry)
+        else:
+            carry = jax.lax.while_loop(lambda carry: running(carry[0], carry[1]), step, carry)
+        done, loop, out, routed = carry
+        results = {"tokens": out, "steps": done, "routing": routed}
+        kept = {"live": loop.live, "counters": transport.counters(loop.cache), "report": transport.report(loop.cache)}
+        return loop, results | jax.tree.map(jnp.copy, kept)
 
 
 def _draw(logits, seen, draws, position, greedy, sort):

@@ -195,8 +195,8 @@ def _plan_kernel(*refs, layer, layers, experts, rows, pairs, policy, tree, is_ta
     def _everywhere():
         change(0, layers * experts)
 
-    if policy:
-        policy.store(base + e, e < experts, own, policy.rule.seen(jnp, own, need, policy.t))
+    if policy:  # without a live row there was no event
+        policy.store(base + e, (e < experts) & (n_need > 0), own, policy.rule.seen(jnp, own, need, policy.t))
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "policy", "feeds_kernels", "interpret"))

@@ -14,7 +14,7 @@ from moe_jax.errors import ConfigError, MoEJaxError
 def test_defaults():
     config = OffloadConfig.parse(None)
     assert config == OffloadConfig() == OffloadConfig.parse({})
-    assert (config.device_memory_ratio, config.policy, config.decode_chunk, config.page_size) == (0.75, "lru", 16, 64)
+    assert (config.device_memory_ratio, config.policy, config.decode_chunk, config.page_size) == (0.75, "lru", 8, 64)
 
 
 def test_parse_returns_a_config_as_it_is():

@@ -112,8 +112,8 @@ def traced(name, policy, batch, routing, prefetch=None):
     if prefetch is not None:
         operands["ahead"] = transport.operands()["ahead"]
     jaxpr = jax.jit(body).trace(params, operands, loop, draws, None).jaxpr
-    (loop_equation,) = [e for e in flat(jaxpr) if e.primitive == "while"]
-    return loop_equation.params["body_jaxpr"]
+    (loop_equation,) = [e for e in flat(jaxpr) if e.primitive in ("while", "scan")]  # scan: of a fixed number of steps
+    return loop_equation.params["body_jaxpr" if loop_equation.primitive == "while" else "jaxpr"]
 
 
 def flat(jaxpr, names=None):
@@ -127,7 +127,7 @@ def flat(jaxpr, names=None):
     found = []
     for equation in jaxpr.eqns:
         inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
-        if equation.primitive.name != "pallas_call" and inner is not None:
+        if equation.primitive.name not in ("pallas_call", "scan") and inner is not None:
             inner = getattr(inner, "jaxpr", inner)
             # A function's variables are its own at each call.
             mine = {var: (object(), var) for e in inner.eqns for var in e.outvars}
