@@ -259,11 +259,9 @@ class Run:
         self.stats.first_tokens = 1
         self._keep(LoopState(kv, engine.cache, tokens, live, left, seen))
         left, waiting = max(new) - 1, None
-        try:
-            if self._ahead and self.live.any():
-                waiting, left = self._begin(draws, choice), left - engine.decode_chunk
-            yield host_tokens[:, None].astype(np.int32)
+        yield host_tokens[:, None].astype(np.int32)
 
+        try:
             while self.live.any():
                 if not engine.alive:
                     raise MoEJaxError(CLOSED_MEANWHILE)
@@ -277,7 +275,7 @@ class Run:
                     yield tokens
                 if error is not None:  # only now: the steps of this chunk before the faulty one are good
                     raise transport_error("decoding", error)
-        except GeneratorExit:
+        except GeneratorExit:  # the caller wants no more
             if waiting is not None and engine.alive:
                 self._finish(waiting, unwanted=True)
             raise

@@ -9,7 +9,7 @@ import pytest
 
 from host_offload.capacity import resolve_slots
 from host_offload.plan import check_invariants, plan_event
-from host_offload.policy import LFU, LRU, Policy, PolicySet, StaticPin
+from host_offload.policy import LFU, LRU, Policy, PolicySet, StaticPin, get_policy, list_policies
 from host_offload.pool import ExpertPool
 from host_offload.slots import control_vector, round_group, spare_rows
 from host_offload.store import RowSpec
@@ -297,6 +297,40 @@ def test_a_decode_event_without_misses_is_counted_and_observed_but_not_planned(s
     assert step(0, 1) == [[1, 1]] * L and planned == [*range(L)] * 2
     assert (transport._slot_of[:, [0, 1]] >= 0).all() and (transport._slot_of[:, 2] < 0).all()
     check_invariants(transport._slot_of, transport._owner)
+
+
+ON_THE_DEVICE = [name for name in list_policies() if not get_policy(name).host_only]
+
+
+@pytest.mark.parametrize(
+    ("policy", "implementation"),
+    [(name, "xla") for name in ON_THE_DEVICE] + [(name, "interpret") for name in ("lru", "lfu-decayed", "least-stale")],
+)
+def test_an_event_without_live_rows_leaves_everything_as_it_is(policy, implementation, pool):
+    transport = make("device", pool, get_policy(policy), slots=4, implementation=implementation, max_pairs=4)
+    transport.ffn_implementation = "xla"  # these experts are too small for tiles
+    rng = np.random.default_rng(5)
+    operands = transport.operands()
+
+    @jax.jit
+    def step(state, ids, live):
+        experts = transport.bind(operands, prefill=False)
+        for layer in range(L):
+            x, scores = jnp.ones((2, D)), jnp.full((2, E), 1 / E)
+            out, state = experts(layer, x, ids, jnp.ones((2, 2)), scores, live, None, state)
+        return out, transport.finish_step(state, jnp.any(live))[0]
+
+    def tokens():
+        return jnp.asarray([rng.permutation(E)[:2] for _ in range(2)], jnp.int32)
+
+    state = transport.create_state()
+    for _ in range(3):
+        _, state = step(state, tokens(), jnp.array([True, False]))
+    out, after = step(state, tokens(), jnp.zeros(2, bool))
+    assert not np.asarray(out).any()
+    assert np.asarray(state.counters).sum() > 0 and int(state.step) == 3
+    same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), state, after)
+    assert jax.tree.all(same), same
 
 
 def guarded(calls, body, outputs):
