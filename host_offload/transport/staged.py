@@ -57,7 +57,6 @@ class StagedTransport(GraphTransport):
     """
 
     watches = True  # `decoded` wants the routing of every step
-    runs_ahead = False  # what the host learned of one call is a value of the next
 
     def __init__(self, *args, prefetch, **kwargs):
         super().__init__(*args, **kwargs)
@@ -217,7 +216,7 @@ class StagedTransport(GraphTransport):
         pool, control, values = operands["pool"], operands["control"], operands["ahead"]
 
         def experts(layer, x, ids, weights, scores, live, token_ids, state):
-            note = state.ahead.staging.ids, live
+            note, happened = (state.ahead.staging.ids, live), jnp.any(live)
             if layer == self._first:
                 state = replace(state, ahead=self._by_layer(state.ahead, LayerRows))
             y, new = self._decode(layer, x, ids, weights, scores, live, state, pool[layer], control)
@@ -238,7 +237,8 @@ class StagedTransport(GraphTransport):
                         likely = values["script"][ahead.at, int(target <= layer), target]
                     else:
                         likely = self._predictor.scores(ahead.predictor, values["learned"], layer, target)
-                staging, slot_of = self._stage(target, likely, width, new.slot_of, values["on"], ahead.staging, pool)
+                on = values["on"] * happened  # after an idle step comes a new run, which resets the predictor
+                staging, slot_of = self._stage(target, likely, width, new.slot_of, on, ahead.staging, pool)
                 ahead = replace(ahead, staging=staging, notes=(*ahead.notes, note))
             return y, record(replace(new, ahead=ahead, slot_of=slot_of), ids, weights, scores)
 
@@ -301,5 +301,5 @@ class StagedTransport(GraphTransport):
             issued = jnp.sum(issued >= 0, axis=1, dtype=jnp.int32)
             counts = ahead.counts.at[self._first :].add(jnp.stack([issued, useful], axis=1))
             ahead = self._by_layer(ahead, LayerRows.whole)
-            ahead = replace(ahead, counts=counts, at=ahead.at + 1, notes=())
+            ahead = replace(ahead, counts=counts, at=ahead.at + live, notes=())
         return super().finish_step(replace(state, ahead=ahead), live)

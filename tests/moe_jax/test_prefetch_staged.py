@@ -24,7 +24,7 @@ CONFIG = {
     "dtype": "float32",
 }
 PROMPT = np.random.default_rng(2).integers(3, 256, 10)
-NEW = 20
+NEW = 24
 PREDICTORS = ("previous-token", "request-counts", "static-frequency", "temporal", "cross-layer",
               "cross-layer+temporal", "gate-1")  # fmt: skip
 ALWAYS = {"prefetch_shutoff": False}
