@@ -51,7 +51,7 @@ started = time.perf_counter()
 PREDICTORS = "request-counts,static-frequency,eamc-mean,temporal,cross-layer,cross-layer+temporal"
 TRANSPORTS = ("callback", "device")
 ORACLE = "oracle"
-TRIALS = 4
+TRIALS = 8
 PROMPTS = (
     "Once upon a time there was a poor woodcutter",
     "To make a good soup, take",
@@ -102,22 +102,26 @@ def own_trace(moe: MoE, tokens: int) -> tuple[Trace, dict[int, np.ndarray]]:
 
 
 class Verdicts:
-    """What the shut-off of a transport finds in the run that comes."""
+    """What the shut-offs of a transport find in the run that comes."""
 
     def __init__(self, transport):
-        self._staged = transport.name == "device"
-        self._owner, self._name = (transport, "shutoff") if self._staged else (transport._prefetcher, "shutoffs")
-        self._found = getattr(self._owner, self._name)
+        staged = transport.name == "device"
+        self._owner, self._names = (
+            (transport, ("shutoff", "trial")) if staged else (transport._prefetcher, ("shutoffs",))
+        )
+        self._found = [getattr(self._owner, name) for name in self._names]
+        self._timed = [transport.trial] if staged else self._found[0]
 
     def take(self, other: "Verdicts"):
         """Begins with what `other` found."""
-        self._found = copy.deepcopy(other._found)
-        setattr(self._owner, self._name, self._found)
+        self._found, self._timed = copy.deepcopy((other._found, other._timed))
+        for name, found in zip(self._names, self._found, strict=True):
+            setattr(self._owner, name, found)
 
     @property
     def decided(self) -> bool:
-        """Whether there is a verdict for every layer; in the compiled step all stage until there is one."""
-        return self._staged or all(shutoff.decided for shutoff in self._found)
+        """Whether there is a verdict: of every layer, or of all of them together where only that can be timed."""
+        return all(one.decided for one in self._timed)
 
 
 def measure(moe: MoE, trace: Trace, prompts, predictor: str, share: float, seen: Experience, repeats: int) -> Run:
@@ -178,6 +182,17 @@ HEADINGS = ("share", "predictor", "at first", "ms/token", "repeats", "against no
             "precision", "coverage", "on time", "late", "wasted", "layers on", "equal")  # fmt: skip
 
 
+def stages(row: dict) -> str:
+    """How many layers prefetch, or in `device` that the whole of it is off."""
+    ahead = row["prefetch"]
+    if ahead is None:
+        return "-"
+    trial = ahead.get("trial")
+    if trial is not None and trial["state"] != "on":
+        return trial["state"]
+    return f"{row['layers_on']} of {len(ahead['layers'])}"
+
+
 def line(row: dict) -> list[str]:
     """The cells of a row."""
     spread = [f(row["seconds_of_runs"]) * 1e3 for f in (min, max)]
@@ -202,7 +217,7 @@ def line(row: dict) -> list[str]:
         share(precision, ".2f"),
         share(row["coverage"], ".2f"),
         *(str(rows[name]) for name in ("on_time", "late", "wasted")),
-        "-" if row["layers_on"] is None else f"{row['layers_on']} of {len(ahead['layers'])}",
+        stages(row),
         "yes" if row["equal"] else "NO",
     ]
 

@@ -152,7 +152,8 @@ class OffloadConfig:
         prefill_chunk: prompt tokens a prefill step; None chooses by hardware.
         lookahead_rows: expert rows of the next layer that a long prompt moves before its router has run; None: 128 MiB
             of them on a GPU, none on a CPU or with experts on disk.
-        decode_chunk: decode steps a jit call, which is also how often streaming and stop strings look at the output.
+        decode_chunk: decode steps a jit call, which is also how often streaming and stop strings look at the output;
+            None chooses by transport: 8 where one call starts before the last is over, else 16.
         page_size: tokens a KV page, a power of two from 8 to 256.
         max_sequence_length: longest prompt + new tokens, in tokens; None is the model's own limit.
         max_batch: most sequences that run together.
@@ -186,7 +187,7 @@ class OffloadConfig:
     seed: int = 0
     prefill_chunk: int | None = None
     lookahead_rows: int | None = None
-    decode_chunk: int = 8
+    decode_chunk: int | None = None
     page_size: int = 64
     max_sequence_length: int | None = None
     max_batch: int = 8
@@ -217,9 +218,8 @@ class OffloadConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("dense_weights", self.dense_weights, DENSE_WEIGHTS)
         self._set("seed", integer("seed", self.seed, 0, 2**32 - 1))
-        for key in ("decode_chunk", "max_batch"):
-            self._set(key, integer(key, getattr(self, key), 1))
-        for key in ("prefill_chunk", "max_sequence_length", "load_threads"):
+        self._set("max_batch", integer("max_batch", self.max_batch, 1))
+        for key in ("prefill_chunk", "decode_chunk", "max_sequence_length", "load_threads"):
             if getattr(self, key) is not None:
                 self._set(key, integer(key, getattr(self, key), 1))
         if self.lookahead_rows is not None:

@@ -1,7 +1,7 @@
 """What all transports share: their settings, and the pieces of an event that do not depend on how rows move."""
 
 import abc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,18 @@ from pallas_kernels.expert_ffn import SILU
 
 class StateLost(RuntimeError):
     """A fault consumed the banks and there is nothing to fill them from again."""
+
+
+@dataclass(frozen=True)
+class DecodeCall:
+    """A call of a decode program that is over: what `choose_program` said, how long it took and how many experts were
+    missing. timed: `seconds` is the time of all `steps` that a call has, and of nothing else."""
+
+    program: str | None
+    seconds: float
+    steps: int
+    misses: int
+    timed: bool
 
 
 class Transport(abc.ABC):
@@ -47,9 +59,8 @@ class Transport(abc.ABC):
     # rows leaves slots, policy and counters as they are.
     runs_ahead = False
     scripted = False  # whether a run needs its steps told ahead of time
-    watches = False  # whether `decoded` wants to know of the routing of decode
+    watches = False  # whether `decoded` wants to know of calls of decode and their routing
     changed = False  # whether `operands` has news for the next call of a program
-    decode_options = None  # of XLA for decode programs: {name: value}
     prefetch_bytes = 0  # device memory for what is fetched ahead, beside the banks
 
     def __init__(
@@ -172,11 +183,17 @@ class Transport(abc.ABC):
         step: (state, (ids, weights, scores) a layer)."""
         return replace(state, step=state.step + live, record=()), state.record
 
+    def choose_program(self) -> str | None:  # noqa: B027
+        """Which decode program the call that begins now runs, for `bind`; None if there is one alone."""
+
+    def decode_options(self, program) -> dict | None:  # noqa: B027
+        """Of XLA for a decode program: {name: value}."""
+
     def report(self, state):  # noqa: B027
         """Arrays on the device that `decoded` wants on the host, or None."""
 
-    def decoded(self, report, ids, good):  # noqa: B027 (most transports learn nothing of it)
-        """A call of decode is over, if the transport `watches`; see `StagedTransport.decoded`."""
+    def decoded(self, call, report, ids, good):  # noqa: B027 (most transports learn nothing of it)
+        """A `DecodeCall` is over, if the transport `watches`; see `StagedTransport.decoded`."""
 
     def prefetch_stats(self) -> dict | None:
         """Predictor, settings and books of prefetch, None without."""

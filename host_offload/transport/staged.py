@@ -6,6 +6,9 @@ the prediction and on the staging rows alone, so it runs beside the attention an
 link is idle. The expert kernels of the next layer take a missing expert's first blocks from there and the others from
 the pool: the same bytes, deposited in the same slots. Plan, policy and counters know nothing of it.
 
+There are two decode programs, with and without all this, for even what stages nothing takes time; which one runs is
+decided between calls, by the clock (`prefetch/time_trial.py`).
+
 No host takes part in a step. The prediction is traced (`prefetch/staging.py`): tables, counts and the rule which layers
 stage are values that the host hands over between the calls, learned from the routing that they return.
 """
@@ -19,12 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.prefetch.staging import GraphPredictor, LayerRows, StagingBooks, StagingSettings, StagingShutOff
+from host_offload.prefetch.time_trial import TimeTrial
 from host_offload.transport.base import event_need, event_scores, record
 from host_offload.transport.graph import GraphTransport
 from pallas_kernels.choose_rows import choose_rows
 from pallas_kernels.expert_ffn import Staging
 from pallas_kernels.expert_ffn.staging import prefix_bytes, regions
 from pallas_kernels.fetch_rows import fetch_rows
+
+STAGING, PLAIN = "staging", "plain"  # decode programs
 
 
 @partial(
@@ -80,7 +86,7 @@ class StagedTransport(GraphTransport):
         self._predictor = GraphPredictor(settings.predictor, settings.experience, self.seed)
         self.gate = self._predictor.gate
         self.books = StagingBooks(self.spec.L, prefix_bytes(settings.prefix, self.experts, self.spec.tensors))
-        self.shutoff = StagingShutOff(self.spec.L, settings.shutoff)
+        self.shutoff, self.trial = StagingShutOff(self.spec.L, settings.shutoff), TimeTrial(settings.shutoff)
         self._waiting, self.changed = 0, True
 
     def prefetches(self, settings) -> bool:
@@ -93,11 +99,16 @@ class StagedTransport(GraphTransport):
     def prefetch_bytes(self) -> int:
         return self.settings.rows * sum(self.spec.nbytes(name) for name in self._covered)
 
-    @property
-    def decode_options(self):
+    def choose_program(self):
+        """`STAGING`, or `PLAIN` while there is nothing to predict from, or where the time trial wants it."""
+        return STAGING if self._predictor.ready and self.trial.choose() else PLAIN
+
+    def decode_options(self, program):
         """On a GPU independent kernels of a step run side by side: one after the other, each copy adds its whole time
         (1.8 MB beside kernels of 69 us: 76.8 us so, 112 otherwise, docs/measurements.md)."""
-        return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if self.implementation == "pallas" else None
+        if program == PLAIN or self.implementation != "pallas":
+            return None
+        return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
     @property
     def scripted(self) -> bool:
@@ -154,9 +165,13 @@ class StagedTransport(GraphTransport):
     def report(self, state):
         return state.ahead.counts, state.ahead.staging.ids
 
-    def decoded(self, report, ids, good):
-        """A call of decode is over: what `report` named, as NumPy arrays; ids [steps, layers, B, K] of the layers that
-        a decode step runs, good [steps, B] bool, the rows that were live."""
+    def decoded(self, call, report, ids, good):
+        """A `DecodeCall` is over.
+
+        Args:
+          report: what `report` named, as NumPy arrays.
+          ids: [steps, layers, B, K] of the layers that a decode step runs; good: [steps, B] bool, the live rows.
+        """
         counts, waiting = report
         self._waiting = int((waiting >= 0).sum())
         self.books.add(counts)
@@ -167,6 +182,7 @@ class StagedTransport(GraphTransport):
         need[step[:, None, None], layers[None, :, None], ids[step, :, row]] = True
         learned = self._predictor.passed(need)
         self.changed |= self.shutoff.tell(counts, steps) | learned
+        self.trial.tell(call.program == STAGING, call.seconds, call.steps, call.misses, call.timed)
 
     def close(self):
         if self._predictor is not None:
@@ -191,6 +207,7 @@ class StagedTransport(GraphTransport):
             },
             "learned_tokens": seen.counts.tokens,
             "learned_requests": seen.requests,
+            "trial": self.trial.to_dict(),
             "layers": [self.shutoff.to_dict(layer) for layer in range(self.spec.L)],
             **self.books.to_dict(self._waiting, self._first),
         }
@@ -209,10 +226,12 @@ class StagedTransport(GraphTransport):
 
     # ----------------------------------------------------------------------------------------------- traced into a step
 
-    def bind(self, operands, *, prefill, block_rows=None, guess=None):
-        """guess: as of `PrefetchTransport.bind`."""
+    def bind(self, operands, *, prefill, block_rows=None, guess=None, program=None):
+        """guess: as of `PrefetchTransport.bind`; program: of a decode step, see `choose_program`."""
         if prefill:
             return super().bind(operands, prefill=prefill, block_rows=block_rows)
+        if program == PLAIN:
+            return self._bind_plain(super().bind(operands, prefill=prefill))
         pool, control, values = operands["pool"], operands["control"], operands["ahead"]
 
         def experts(layer, x, ids, weights, scores, live, token_ids, state):
@@ -241,6 +260,19 @@ class StagedTransport(GraphTransport):
                 staging, slot_of = self._stage(target, likely, width, new.slot_of, on, ahead.staging, pool)
                 ahead = replace(ahead, staging=staging, notes=(*ahead.notes, note))
             return y, record(replace(new, ahead=ahead, slot_of=slot_of), ids, weights, scores)
+
+        return experts
+
+    def _bind_plain(self, plain):
+        """`experts` of `GraphTransport`, beside which nothing is staged and the predictor sees nothing."""
+
+        def experts(layer, x, ids, weights, scores, live, token_ids, state):
+            ahead = state.ahead
+            if layer == self._first:
+                nobody = jnp.full((self.settings.rows,), -1, jnp.int32)
+                ahead = replace(ahead, staging=replace(ahead.staging, ids=nobody), at=ahead.at + jnp.any(live))
+            y, new = plain(layer, x, ids, weights, scores, live, token_ids, replace(state, ahead=None))
+            return y, replace(new, ahead=ahead)
 
         return experts
 
@@ -285,6 +317,8 @@ class StagedTransport(GraphTransport):
         return replace(ahead, predictor=held)
 
     def _serve(self, layer, x, listed, distinct, state, pool):
+        if state.ahead is None:
+            return super()._serve(layer, x, listed, distinct, state, pool)
         y, banks, staging = self._experts(x, listed, distinct, state.banks, pool, staging=state.ahead.staging)
         return y, replace(state, banks=banks, ahead=replace(state.ahead, staging=staging))
 

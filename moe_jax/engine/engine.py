@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.transport.base import StateLost
+from host_offload.slots import MISSES
+from host_offload.transport.base import DecodeCall, StateLost
 from moe_jax.engine.kv_cache import OutOfPages, PageAllocator, PagedKV, create_states
 from moe_jax.engine.programs import NO_TOKEN, LoopState, Programs
 from moe_jax.engine.stats import RunStats
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 # Shortest padded prompt: below it, more shapes would only mean more compilations.
 MIN_CHUNK = 16
 DEFAULT_CHUNK = {"gpu": 8192, "cpu": 512}
+# Decode steps a call, by whether calls run ahead: else the device waits between them (4 ms with 24 layers).
+CALL_STEPS = {True: 8, False: 16}
 BUSY = (
     "a generation is open on this model: finish its stream, or close() the generator, or wait for the call in the "
     "other thread (a model runs one call at a time)"
@@ -49,7 +52,8 @@ class Engine:
       cfg: the family's config; dtype: compute dtype.
       transport: a `Transport`; state: its cache state.
       kv_pages: pages of the KV pool, trash page included; page_size: tokens a page.
-      prefill_chunk: tokens a prefill step over all rows (None: by platform); decode_chunk: decode steps a jit call.
+      prefill_chunk: tokens a prefill step over all rows (None: by platform).
+      decode_chunk: decode steps a jit call (None: by transport).
     """
 
     def __init__(
@@ -107,6 +111,11 @@ class Engine:
         """Takes over what the transport changed by itself since it was asked last."""
         if self.transport.changed:
             self.refresh_operands()
+
+    @property
+    def call_steps(self) -> int:
+        """Decode steps a jit call."""
+        return self.decode_chunk or CALL_STEPS[self.transport.runs_ahead]
 
     @property
     def alive(self) -> bool:
@@ -186,10 +195,9 @@ class Run:
         self._pages: list[int] = []
         self._compiled = engine.programs.compilations, engine.programs.compile_seconds
         self._loop = None
-        self._under_way, self._clock = (
-            0,
-            0.0,
-        )  # calls that were started; when the last results came, or a first call began
+        self._under_way = 0  # calls of decode that were started and not finished
+        self._clock: float | None = None  # when the last one was finished, or one was started with none under way
+        self._disturbed = False  # the time since then holds more than the steps of a call
         self._step = engine.steps
 
     # ------------------------------------------------------------ public calls
@@ -267,9 +275,9 @@ class Run:
                     raise MoEJaxError(CLOSED_MEANWHILE)
                 chunk, waiting = waiting, None
                 if chunk is None:
-                    chunk, left = self._begin(draws, choice), left - engine.decode_chunk
+                    chunk, left = self._begin(draws, choice), left - engine.call_steps
                 if self._ahead and left > 0:
-                    waiting, left = self._begin(draws, choice), left - engine.decode_chunk
+                    waiting, left = self._begin(draws, choice), left - engine.call_steps
                 tokens, error = self._finish(chunk)
                 if tokens.size:
                     yield tokens
@@ -292,11 +300,13 @@ class Run:
         loop = self._loop if self._ahead else replace(self._loop, live=jnp.asarray(self.live))
         K = engine.cfg.num_experts_per_tok
         static = {
-            "steps": engine.decode_chunk,
+            "steps": engine.call_steps,
             "attention": engine.attention(self.rows, 1),
             "routing": (self._decoder_layers, K) if self._record or transport.watches else None,
+            "program": transport.choose_program(),
             **choice,
         }
+        first = self._clock is None
         if not self._under_way:
             self._clock = time.perf_counter()
         self._under_way += 1
@@ -305,15 +315,18 @@ class Run:
             "decode", (2,), static, engine.params, engine.operands, loop, draws, self._forced
         )
         self._keep(loop)
-        self._clock += engine.programs.compile_seconds - compiled
-        return results
+        compiling = engine.programs.compile_seconds - compiled
+        self._clock += compiling
+        self._disturbed |= first or compiling > 0
+        return static["program"], results
 
-    def _finish(self, results, unwanted=False):
+    def _finish(self, chunk, unwanted=False):
         """Waits for a call: new ids [B, n] of its good steps, and what ended it early or None.
 
         unwanted: nobody takes its tokens any more, they are only counted.
         """
         engine, transport = self.engine, self.engine.transport
+        program, results = chunk
         results = jax.device_get(results)
         self._under_way -= 1
         out, done, routed = (results[name] for name in ("tokens", "steps", "routing"))
@@ -332,9 +345,12 @@ class Run:
         elif self._record:
             self._note_routing(routed[0][:steps], routed[1][:steps], good.T[:steps], phase=1)
         if transport.watches:
-            transport.decoded(results["report"], routed[0][:steps], good.T[:steps])
+            timed = steps == engine.call_steps and not self._disturbed
+            call = DecodeCall(program, seconds, steps, int(counters[:, MISSES].sum()), timed)
+            transport.decoded(call, results["report"], routed[0][:steps], good.T[:steps])
             engine.follow_transport()
         self._step += done
+        self._disturbed = False
         self._count_compilation()
         return out[:, :steps], error
 

@@ -69,7 +69,7 @@ class Programs:
         if key not in self._compiled:
             started = time.perf_counter()
             body = partial(getattr(self, f"_{name}"), **static)
-            options = self._transport.decode_options if name == "decode" else None
+            options = self._transport.decode_options(static["program"]) if name == "decode" else None
             self._compiled[key] = jax.jit(body, donate_argnums=donate).lower(*args).compile(options)
             seconds = time.perf_counter() - started
             self.compilations += 1
@@ -128,18 +128,20 @@ class Programs:
         tokens = jnp.where(draws["first"] == NO_TOKEN, tokens, draws["first"])
         return _advance(tokens, tokens, live, live, left, seen, draws["eos"])
 
-    def _decode(self, params, operands, loop, draws, forced, *, steps, greedy, sort, routing, attention):
+    def _decode(self, params, operands, loop, draws, forced, *, steps, greedy, sort, routing, attention, program=None):
         """Up to `steps` tokens a row. When no row is live or a callback failed it stops, or the steps that are left are
         idle (`Transport.runs_ahead`). `forced` as in `_prefill`.
 
         Returns the loop state and what the host wants of the call, apart from the state, which the next call may have
         consumed by then: tokens [B, steps] (NO_TOKEN where a row produced none), steps done, live [B], routing
         [steps, L, B, K] or None, and the transport's counters and report. routing: (L, K) to record it, else None; in
-        an encoder-decoder L is the decoder's.
+        an encoder-decoder L is the decoder's. program: as of `Transport.choose_program`.
         """
         model = nnx.merge(self._graphdef, params)
         transport = self._transport
-        guesses = {"guess": model.guess} if transport.gate else {}
+        settings = {"guess": model.guess} if transport.gate else {}
+        if program is not None:
+            settings["program"] = program
         loop = replace(loop, cache=transport.begin(loop.cache))
         B = loop.tokens.shape[0]
 
@@ -151,7 +153,7 @@ class Programs:
             kv = loop.kv
             go = running(i, loop)
             fed = loop.live & go
-            experts = force(transport.bind(operands, prefill=False, **guesses), forced, kv.lengths[:, None])
+            experts = force(transport.bind(operands, prefill=False, **settings), forced, kv.lengths[:, None])
             hidden, kv, cache = model(
                 loop.tokens[:, None],
                 kv.lengths[:, None],

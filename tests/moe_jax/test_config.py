@@ -14,7 +14,7 @@ from moe_jax.errors import ConfigError, MoEJaxError
 def test_defaults():
     config = OffloadConfig.parse(None)
     assert config == OffloadConfig() == OffloadConfig.parse({})
-    assert (config.device_memory_ratio, config.policy, config.decode_chunk, config.page_size) == (0.75, "lru", 8, 64)
+    assert (config.device_memory_ratio, config.policy, config.decode_chunk, config.page_size) == (0.75, "lru", None, 64)
 
 
 def test_parse_returns_a_config_as_it_is():
@@ -65,7 +65,7 @@ def test_errors_are_value_errors_too():
         ("seed", -1, "0 to 4294967295"),
         ("seed", 2**32, "0 to 4294967295"),
         ("prefill_chunk", 0, ">= 1"),
-        ("decode_chunk", None, ">= 1"),
+        ("decode_chunk", 0, ">= 1"),
         ("pinned_memory", "register", "did you mean 'registered'"),
         ("page_size", 48, "a power of two from 8 to 256"),
         ("page_size", 512, "8 to 256"),

@@ -9,6 +9,7 @@ import pytest
 from host_offload.predictor import Predictor
 from host_offload.prefetch import StagingSettings
 from host_offload.prefetch.staging import ISSUED, USEFUL, StagingBooks, StagingShutOff
+from host_offload.prefetch.time_trial import TimeTrial
 from moe_jax import MoE
 from moe_jax.engine.loading import CacheBuilder
 from moe_jax.errors import ConfigError
@@ -228,6 +229,7 @@ def test_a_layer_that_gains_nothing_leaves_off_and_tries_again(tiny, monkeypatch
     monkeypatch.setattr(StagingShutOff, "LEAST_USEFUL", 2.0)  # no share of useful rows is enough
     monkeypatch.setattr(StagingShutOff, "LEAST", 8)
     monkeypatch.setattr(StagingShutOff, "PAUSE", 24)
+    monkeypatch.setattr(TimeTrial, "choose", lambda self: True)
     with MoE(tiny("mixtral"), CONFIG) as moe:
         wanted = generate(moe)
         builder, config = moe._builder, moe.config
@@ -248,6 +250,36 @@ def test_a_layer_that_gains_nothing_leaves_off_and_tries_again(tiny, monkeypatch
         for _ in range(3):
             assert generate(moe) == wanted
         assert (transport.books.counts[~on, ISSUED] > issued[~on]).any(), "nobody tried again"
+
+
+@pytest.mark.slow
+def test_a_time_trial_runs_both_programs_and_leaves_off_what_does_not_pay(tiny, plain, monkeypatch):
+    """One program stages, the other does not: same tokens and counts in any order of the two."""
+    wanted = plain[1][1]
+    with MoE(tiny("mixtral"), CONFIG | {"prefetch": "request-counts"}) as moe:
+        assert figures(moe, 1) == wanted
+        transport = moe._engine.transport
+        told, tell = [], transport.trial.tell
+        monkeypatch.setattr(transport.trial, "tell", lambda *call: (told.append(call), tell(*call)))
+        texts = [text for name, text in moe._engine.programs.texts() if name == "decode"]
+        assert len(texts) == 2 and figures(moe, 1) == wanted
+        assert {staged for staged, *_ in told} == {True, False}
+        # One call of a run is not timed as it begins with no other under way, and one as it has fewer steps.
+        assert [timed for *_, timed in told[:6]] == [False, True, True, True, True, False]
+        assert [steps for _, _, steps, _, _ in told[:6]] == [4, 4, 4, 4, 4, 3]
+        counted = moe.stats()["last"]["decode"]
+        assert sum(call[3] for call in told[6:]) == counted["misses"]
+        assert int(moe._engine.cache.ahead.at) == NEW - 1
+        balanced(moe)
+        monkeypatch.setattr(TimeTrial, "CALLS", 4)
+        monkeypatch.setattr(transport.trial, "tell", lambda staged, *rest: tell(staged, 1.0 + staged, *rest[1:]))
+        assert not transport.trial.decided
+        while not transport.trial.decided:
+            assert generate(moe) == wanted[0][0]
+        trial = moe.stats()["prefetch"]["trial"]
+        assert trial["state"] == "off" and "tried again in" in trial["reason"] and trial["net_us"] > 0
+        issued = balanced(moe)["issued"]
+        assert issued and generate(moe) == wanted[0][0] and balanced(moe)["issued"] == issued
 
 
 def builder_prefix(builder, config):
