@@ -37,7 +37,7 @@ from moe_jax.errors import CheckpointError, ConfigError, MoEJaxError
 from moe_jax.floors import Ceilings, decode_floor, dense_bytes_read, kv_tokens_read
 from moe_jax.models.config import ModelConfig, text_settings
 from moe_jax.models.registry import abstract_params
-from moe_jax.planner import MemoryPlan, params_bytes, plan_memory
+from moe_jax.planner import MemoryPlan, largest_bytes, params_bytes, plan_memory
 from pallas_kernels.expert_ffn import ExpertSpec
 
 HIT_RATES = (0.5, 0.75, 0.9, 0.95, 1.0)
@@ -66,8 +66,8 @@ class Announced:
 class Model:
     """What a plan needs to know.
 
-    source: where that was read. file_bytes: weights on disk, counted in the files, or else (`counted` false) about:
-    all but the experts as in the compute dtype.
+    source: where that was read. largest_dense_bytes: of the largest dense array. file_bytes: weights on disk, counted
+    in the files, or else (`counted` false) about: all but the experts as in the compute dtype.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Model:
     spec: RowSpec
     experts: ExpertSpec
     dense_bytes: int
+    largest_dense_bytes: int
     file_bytes: int
     counted: bool
 
@@ -107,10 +108,12 @@ def _from_files(directory: Path, config: OffloadConfig) -> Model:
             experts, store, weights = map_experts(files, cfg, dtype)
         except StoreError as error:
             raise CheckpointError(str(error)) from error
-        dense = params_bytes(abstract_params(cfg, dtype, find_packed(config, files, cfg, weights))[1])
+        params = abstract_params(cfg, dtype, find_packed(config, files, cfg, weights))[1]
+    dense, largest = params_bytes(params), largest_bytes(params)
     weights = directory.rglob("*") if is_prepared(directory) else directory.glob("*.safetensors")
     nbytes = sum(path.stat().st_size for path in weights if path.is_file())
-    return Model(directory.resolve().name, "the checkpoint", cfg, dtype, store.spec, experts, dense, nbytes, True)
+    shown = directory.resolve().name
+    return Model(shown, "the checkpoint", cfg, dtype, store.spec, experts, dense, largest, nbytes, True)
 
 
 def _from_config(name: str, hf: dict, config: OffloadConfig, source: str) -> Model:
@@ -122,9 +125,10 @@ def _from_config(name: str, hf: dict, config: OffloadConfig, source: str) -> Mod
     files = Announced(hf, stored)
     cfg, dtype = read_model_config(files), compute_dtype(config, files)
     spec = described_rows(hf, cfg, np.dtype(jnp.dtype(stored)), dtype)
-    dense = params_bytes(abstract_params(cfg, dtype)[1])
+    params = abstract_params(cfg, dtype)[1]
+    dense, largest = params_bytes(params), largest_bytes(params)
     at_rest = dense + spec.L * spec.E * spec.row_bytes
-    return Model(name, source, cfg, dtype, spec, described_experts(hf, cfg), dense, at_rest, False)
+    return Model(name, source, cfg, dtype, spec, described_experts(hf, cfg), dense, largest, at_rest, False)
 
 
 def decode_estimates(
@@ -269,7 +273,9 @@ def memory_table(found: dict[str, Any]) -> Table:
         note += f"; {runtime.PINNED_SHARE:.0%} of {size(found['host_bytes'])} may be pinned"
     if disk["why"]:
         note = f"{disk['why']}; the others are read from disk when they are needed"
-    line("host", "pinned pool", memory["pool_bytes"], note, end=True)
+    line("host", "pinned pool", memory["pool_bytes"], note)
+    note = "kept by XLA to move arrays to a GPU, by the largest dense array; none on a CPU"
+    line("", "transfers", memory["transfer_bytes"], note, end=True)
     read = "; all but the experts" if disk["why"] else ";"
     read = f"{read} read in {disk['load_seconds']:.0f} s at the rate given" if "load_seconds" in disk else ""
     line("disk", "weights", disk["weights_bytes"], ("counted" if disk["counted"] else "about") + read)
@@ -407,6 +413,7 @@ def main(
             settings,
             source.spec,
             dense_bytes=source.dense_bytes,
+            largest_dense_bytes=source.largest_dense_bytes,
             device_bytes=device_limit(device_memory),
             host_bytes=host,
         )

@@ -127,8 +127,8 @@ class OffloadConfig:
         cache_rate: share of all experts that have a slot, 0 < rate <= 1.
         expert_cache_bytes: device bytes for expert slots, an int or text such as "12GB" or "512MiB" (kept as int).
         host_memory_bytes: most pinned host memory for expert rows, an int or text; None: 90 % of the host's memory, or
-            80 % if not all fit. Then host memory holds as many as do, and the others are read from disk when the
-            device misses them (transport `callback`).
+            80 % if not all fit, less what XLA keeps for transfers to a GPU. If not all fit, host memory holds as many
+            as do, and the others are read from disk when the device misses them (transport `callback`).
         host_policy: registered name of the policy that decides which experts stay in host memory then; one that uses no
             router scores.
         pinned_memory: "allocated" by jax, or "registered": made by threads and registered with CUDA, which took a

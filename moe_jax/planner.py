@@ -7,7 +7,8 @@
         <=  device_memory_ratio * memory
 
 and in pinned host memory every expert, unless all of them have a slot (transport `resident`), or as many as fit, the
-others on disk (`host_offload/disk_tier.py`). Shape letters: L MoE layers, E experts a layer. All sizes are bytes.
+others on disk (`host_offload/disk_tier.py`). Beside them XLA keeps host memory for transfers to a GPU. Shape letters:
+L MoE layers, E experts a layer. All sizes are bytes.
 """
 
 import math
@@ -49,7 +50,8 @@ class MemoryPlan:
     kv_bytes, kv_pages: the KV pool with its trash page. state_bytes: states and kept sources of the largest batch.
     workspace_bytes: left for activations. staging_bytes: for rows that long prompts move ahead. prefetch_bytes: most
     for rows that the transport `device` stages. slots: the `SlotBudget`. spare_rows: rows beside the slots, in the
-    transport `callback` those for prefetch included. pool_bytes: pinned host memory.
+    transport `callback` those for prefetch included. pool_bytes: pinned host memory for experts. transfer_bytes: host
+    memory that XLA keeps, on a GPU, for transfers of arrays to it.
     host_rows: experts that have a row there: all, none if resident, or some if the others are read from disk; disk_why:
     why these are, None if none is.
     """
@@ -68,6 +70,7 @@ class MemoryPlan:
     slots: SlotBudget
     spare_rows: int
     pool_bytes: int
+    transfer_bytes: int
     host_rows: int
     disk_why: str | None
 
@@ -95,6 +98,7 @@ class MemoryPlan:
             "kv_pages": self.kv_pages,
             "state_bytes": self.state_bytes,
             "workspace_bytes": self.workspace_bytes,
+            "transfer_bytes": self.transfer_bytes,
             "device_bytes": self.device_bytes,
         }
 
@@ -111,7 +115,16 @@ class MemoryPlan:
 
 def params_bytes(params: Mapping[str, Any]) -> int:
     """Bytes of a nested dict of arrays or of `jax.ShapeDtypeStruct`."""
-    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(params))
+    return sum(_array_bytes(params))
+
+
+def largest_bytes(params: Mapping[str, Any]) -> int:
+    """Bytes of the largest array of such a dict, 0 of an empty one."""
+    return max(_array_bytes(params), default=0)
+
+
+def _array_bytes(params: Mapping[str, Any]) -> list[int]:
+    return [math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(params)]
 
 
 def max_pairs(cfg: ModelConfig, config: OffloadConfig) -> int:
@@ -153,6 +166,7 @@ def plan_memory(
     spec: RowSpec,
     *,
     dense_bytes: int,
+    largest_dense_bytes: int,
     device_bytes: int | None,
     host_bytes: int | None = None,
 ) -> MemoryPlan:
@@ -161,10 +175,12 @@ def plan_memory(
     Args:
         cfg, dtype: the model and its compute dtype.
         spec: rows of its experts.
-        dense_bytes: bytes of its other parameters, see `params_bytes`.
+        dense_bytes: bytes of its other parameters, see `params_bytes`; largest_dense_bytes: of the largest array among
+            them, see `largest_bytes`.
         device_bytes: memory that jax may use on the device; None (CPU) bounds nothing.
-        host_bytes: memory of the host, None if unknown; expert rows may take `runtime.PINNED_SHARE` of it, and no more
-            than `config.host_memory_bytes`. If they do not fit, as many as `TIER_SHARE` or that number holds.
+        host_bytes: memory of the host, None if unknown; expert rows and transfers may take `runtime.PINNED_SHARE` of
+            it, the rows no more than `config.host_memory_bytes`. If they do not fit, there are as many rows as
+            `TIER_SHARE`, less the transfers, or that number holds.
 
     Raises:
         ConfigError: lengths that do not fit the model, contradicting settings, or what does not fit: by how many
@@ -182,7 +198,10 @@ def plan_memory(
     reserved = sum(parts.values())
     experts = spec.L * spec.E * spec.row_bytes
     transport, why = _choose_transport(config, device_bytes, reserved + spare * spec.row_bytes + experts)
-    pool_bytes, host_rows, disk_why = _plan_host(config, spec, transport, spare, host_bytes)
+    # XLA's allocator of pinned memory for transfers grows by regions of powers of two. One data point, of an H200:
+    # 1 GiB and 11 MB where the largest dense array (an embedding, 151936 x 2048 bfloat16) has 622 MB.
+    transfer = power_of_two(largest_dense_bytes) if device_bytes is not None else 0
+    pool_bytes, host_rows, disk_why = _plan_host(config, spec, transport, spare, host_bytes, transfer)
     staged = 0
     if config.transport == "device":
         staged = prefetch_rows(cfg, config, spec)
@@ -205,6 +224,7 @@ def plan_memory(
         slots=slot_budget(config, spec, reserved + spare * spec.row_bytes, device_bytes),
         spare_rows=spare,
         pool_bytes=pool_bytes,
+        transfer_bytes=transfer,
         host_rows=host_rows,
         disk_why=disk_why,
         **parts,
@@ -309,31 +329,39 @@ def _check_device(config: OffloadConfig, spec: RowSpec, parts: Mapping[str, int]
 
 
 def _plan_host(
-    config: OffloadConfig, spec: RowSpec, transport: str, spare: int, host_bytes: int | None
+    config: OffloadConfig, spec: RowSpec, transport: str, spare: int, host_bytes: int | None, transfer: int
 ) -> tuple[int, int, str | None]:
     """(pinned bytes, experts with a row in them, why not all if the others are to be read from disk).
 
-    A disk tier must hold what is under way at a time: two rounds of a prompt, or all that one decode step can miss,
-    which is what the bank's spare rows hold too.
+    Of the machine's share transfers take `transfer` bytes; `config.host_memory_bytes` is for experts alone. A disk tier
+    must hold what is under way at a time: two rounds of a prompt, or all that one decode step can miss, which is what
+    the bank's spare rows hold too.
     """
     if transport == "resident":
         return 0, 0, None
     everything = spec.L * spec.E
     experts = everything * spec.row_bytes
-    machine = math.floor(PINNED_SHARE * host_bytes) if host_bytes else math.inf
+
+    def left(share):  # of the machine, for experts
+        return max(0, math.floor(share * host_bytes) - transfer) if host_bytes else math.inf
+
+    def named(share):
+        less = f" (less {transfer} for transfers to the device)" if transfer else ""
+        return f"{share:.0%} of {host_bytes} bytes of host memory{less}"
+
+    machine = left(PINNED_SHARE)
     given = math.inf if config.host_memory_bytes is None else config.host_memory_bytes
     if experts <= min(given, machine):
         return experts, everything, None
     if machine < given < math.inf:
         raise ConfigError(
-            f"host_memory_bytes={given} is more than {PINNED_SHARE:.0%} of {host_bytes} bytes of host memory: give at "
-            f"most {machine}, or leave it out"
+            f"host_memory_bytes={given} is more than {named(PINNED_SHARE)}: give at most {machine}, or leave it out"
         )
     needs_all = config.transport not in ("auto", "callback")
     text, limit = f"host_memory_bytes={given}", given
     if given == math.inf:
         share = PINNED_SHARE if needs_all else TIER_SHARE
-        text, limit = f"{share:.0%} of {host_bytes} bytes of host memory", math.floor(share * host_bytes)
+        text, limit = named(share), left(share)
     if needs_all:
         raise ConfigError(
             f"host memory is {experts - limit} bytes too small: the experts take {experts}, and {text} allows {limit}. "

@@ -41,6 +41,7 @@ from moe_jax.models.config import text_settings
 from moe_jax.models.registry import abstract_params, family_for, packable, targets
 from moe_jax.planner import (
     MemoryPlan,
+    largest_bytes,
     max_pairs,
     params_bytes,
     plan_memory,
@@ -133,6 +134,7 @@ def plan_parts(cfg, dtype, config: OffloadConfig, spec, params) -> MemoryPlan:
         config,
         spec,
         dense_bytes=params_bytes(params),
+        largest_dense_bytes=largest_bytes(params),
         device_bytes=device_bytes(),
         host_bytes=host_memory_bytes() or None,
     )

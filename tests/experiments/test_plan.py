@@ -36,6 +36,9 @@ def test_a_release_by_name(tmp_path, monkeypatch):
     assert memory["device_bytes"] == 40 << 30
     assert (found["slots"]["total"], memory["slot_bytes"]) == (1536, 1536 * row)
     assert (memory["pool_bytes"], found["spare_rows"]) == (6144 * row, 64)
+    assert memory["transfer_bytes"] == 1 << 30, "above the embedding, 151936 x 2048 in bfloat16"
+    [line] = [line for line in text.splitlines() if "transfers" in line]
+    assert "1,073,741,824" in line and "kept by XLA" in line
     parts = ("dense", "kv", "state", "workspace", "staging", "prefetch", "slot", "spare")
     device = [memory[f"{part}_bytes"] for part in parts]
     assert sum(device) == found["total_device_bytes"] <= found["allowed_device_bytes"] == (30 << 30)
@@ -62,7 +65,11 @@ def test_a_config_alone_gives_the_plan_of_its_files(tmp_path, tiny):
     whole, alone = tiny("qwen3_moe_gptq"), tmp_path / "alone"
     alone.mkdir()
     shutil.copy(whole / "config.json", alone)
-    plans = [run(tmp_path, directory, "--max-batch", 2, "--expert-slots", 6)[0] for directory in (whole, alone)]
+    options = ("--max-batch", 2, "--expert-slots", 6)
+    here = run(tmp_path, alone, *options)[0]["memory"]
+    assert (here["device_bytes"], here["transfer_bytes"]) == (None, 0)
+    plans = [run(tmp_path, directory, *options, "--device-memory", "8GiB")[0] for directory in (whole, alone)]
+    assert plans[0]["memory"]["transfer_bytes"] > 0
     assert plans[0]["memory"] == plans[1]["memory"] and plans[0]["experts"] == plans[1]["experts"]
     assert plans[0]["experts"]["format"]["down"] == "int4"
     assert [p["disk"]["counted"] for p in plans] == [True, False]
@@ -103,7 +110,8 @@ def test_experts_that_stay_on_disk(tmp_path):
 
 
 def test_what_does_not_fit_or_is_not_known_is_one_line():
-    assert "host memory is 530373358388 bytes too small" in refusal("deepseek-v3", *HARDWARE, "--transport", "device")
+    # Beside the experts, 2 GiB for transfers of its embedding, 129280 x 7168 in bfloat16.
+    assert "host memory is 532520842036 bytes too small" in refusal("deepseek-v3", *HARDWARE, "--transport", "device")
     assert "set host_memory_bytes to at least" in refusal("deepseek-v3", *HARDWARE, "--host-memory-bytes", "1GB")
     small = refusal("qwen3-235b-a22b", "--device-memory", "24GiB", "--host-memory", "1TiB")
     assert "device memory is" in small and "bytes too small" in small and "What helps: " in small

@@ -17,7 +17,7 @@ from moe_jax.engine.loading import map_experts, read_model_config
 from moe_jax.errors import ConfigError
 from moe_jax.models.mixtral.config import MixtralConfig
 from moe_jax.models.registry import abstract_params
-from moe_jax.planner import WORKSPACE_BYTES, params_bytes, plan_memory
+from moe_jax.planner import WORKSPACE_BYTES, largest_bytes, params_bytes, plan_memory
 
 GIB = 1 << 30
 CFG = MixtralConfig.from_hf(
@@ -36,12 +36,14 @@ CFG = MixtralConfig.from_hf(
 DTYPE = np.dtype(np.float32)
 SPEC = RowSpec({name: (shape, DTYPE) for name, shape in CFG.expert_row_shapes().items()}, L=4, E=8)
 ROW, DENSE = SPEC.row_bytes, 10**6
+LARGEST, TRANSFER = 60_000, 65_536  # bytes of the largest dense array, and the power of two above
 SPARE_ROWS = 8  # both a decode step of 8 sequences and two prefill rounds of half a layer's experts
 
 
-def plan(device_bytes=2 * GIB, host_bytes=None, **config):
-    config = OffloadConfig.parse(config)
-    return plan_memory(CFG, DTYPE, config, SPEC, dense_bytes=DENSE, device_bytes=device_bytes, host_bytes=host_bytes)
+def plan(device_bytes=2 * GIB, host_bytes=None, largest=LARGEST, **config):
+    sizes = {"dense_bytes": DENSE, "largest_dense_bytes": largest}
+    sizes |= {"device_bytes": device_bytes, "host_bytes": host_bytes}
+    return plan_memory(CFG, DTYPE, OffloadConfig.parse(config), SPEC, **sizes)
 
 
 # One of each family, with states, latents, sources and packed experts among them.
@@ -68,8 +70,9 @@ def test_a_load_takes_what_was_planned_without_weights(name, tiny):
         cfg = read_model_config(files)
         dtype = loading.compute_dtype(config, files)
         _, store, _ = map_experts(files, cfg, dtype)
-        dense = params_bytes(abstract_params(cfg, dtype)[1])
-        planned = plan_memory(cfg, dtype, config, store.spec, dense_bytes=dense, device_bytes=None)
+        params = abstract_params(cfg, dtype)[1]
+        dense = {"dense_bytes": params_bytes(params), "largest_dense_bytes": largest_bytes(params)}
+        planned = plan_memory(cfg, dtype, config, store.spec, **dense, device_bytes=None)
     with MoE(tiny(name), config) as moe:
         assert planned.memory() == moe.stats()["memory"]
         engine, builder = moe._engine, moe._builder
@@ -90,6 +93,27 @@ def test_a_gpus_plan_adds_up():
     assert found.staging_bytes == 8 * ROW, "a layer's experts, as these are smaller than 128 MiB"
     assert found.total_device_bytes == DENSE + found.kv_bytes + WORKSPACE_BYTES + (16 + SPARE_ROWS + 8) * ROW
     assert plan(cache_rate=0.5, kv_cache_ratio=0.001, lookahead_rows=3).staging_bytes == 3 * ROW
+
+
+@pytest.mark.parametrize(("largest", "kept"), [(65_535, 65_536), (65_536, 65_536), (65_537, 131_072)])
+def test_a_gpus_plan_counts_what_xla_keeps_for_transfers(largest, kept):
+    found = plan(cache_rate=0.5, largest=largest)
+    assert found.transfer_bytes == found.fixed()["transfer_bytes"] == found.memory()["transfer_bytes"] == kept
+    assert found.total_device_bytes == plan(cache_rate=0.5, largest=1).total_device_bytes, "it is the host's"
+    assert plan(cache_rate=0.5, largest=largest, transport="device").pool_bytes == 32 * ROW, "and not the pool's"
+    assert plan(device_bytes=None, largest=largest).memory()["transfer_bytes"] == 0, "a CPU transfers nothing"
+
+
+def test_transfers_are_as_large_as_the_largest_array_in_its_dtype(monkeypatch):
+    # The most numbers are not the most bytes.
+    params = {"layer": {"many": np.zeros(3000, np.int8), "wide": np.zeros((10, 100), np.float32)}, "few": np.zeros(2)}
+    assert (params_bytes(params), largest_bytes(params), largest_bytes({})) == (7016, 4000, 0)
+    monkeypatch.setattr(loading, "device_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(loading, "host_memory_bytes", lambda: 0)
+    abstract = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), params)
+    for arrays in (params, abstract):
+        found = loading.plan_parts(CFG, DTYPE, OffloadConfig.parse({"cache_rate": 0.5}), SPEC, arrays)
+        assert (found.dense_bytes, found.transfer_bytes) == (7016, 4096)
 
 
 def test_kv_cache_ratio_sets_the_pages_between_one_and_all_sequences():
@@ -165,6 +189,31 @@ def test_host_memory_that_cannot_serve_one_event_is_refused_with_the_bytes_that_
         plan(cache_rate=0.5, host_memory_bytes=1000, transport="device")
 
 
+def test_host_memory_holds_transfers_beside_the_experts():
+    exact = -int(-(32 * ROW + TRANSFER) // 0.9)
+    assert plan(host_bytes=exact, cache_rate=0.5).host_rows == 32
+    lacking = f"is 1 bytes too small: .* 90% of {exact - 1} bytes of host memory .less {TRANSFER} for transfers to the"
+    with pytest.raises(ConfigError, match=f"{lacking} device. allows {32 * ROW - 1}. What helps"):
+        plan(host_bytes=exact - 1, cache_rate=0.5, transport="device")
+    without = -int(-(32 * ROW) // 0.9)
+    assert plan(device_bytes=None, host_bytes=without, cache_rate=0.5).host_rows == 32
+    with pytest.raises(ConfigError, match=f"90% of {without - 1} bytes of host memory allows {32 * ROW - 1}. What"):
+        plan(device_bytes=None, host_bytes=without - 1, cache_rate=0.5, transport="device")
+
+    tier = plan(host_bytes=exact - 1, cache_rate=0.5)
+    assert tier.pool_bytes <= 0.8 * (exact - 1) - TRANSFER < tier_bytes(SPEC, tier.host_rows + 1)
+    named = f"{exact - 1} bytes of host memory (less {TRANSFER} for transfers to the device)"
+    assert tier.disk_why == f"{tier.host_rows} of 32 experts fit into 80% of {named}"
+    most = 32 * ROW - 1
+    assert plan(host_bytes=exact - 1, cache_rate=0.5, host_memory_bytes=most).host_rows == 31, "it is for experts alone"
+    with pytest.raises(
+        ConfigError, match=f"host_memory_bytes={most} is more than 90% .* device.: give at most {most - 1},"
+    ):
+        plan(host_bytes=exact - 2, cache_rate=0.5, host_memory_bytes=most)
+    with pytest.raises(ConfigError, match="allows 0, which hold 0 experts"):
+        plan(host_bytes=TRANSFER, cache_rate=0.5)
+
+
 @given(
     st.integers(GIB, 2 * GIB),
     st.floats(0, 1),
@@ -183,9 +232,8 @@ def test_a_plan_fits_or_says_why_not(device, ratio, kv, size, scope, transport):
         assert found.total_device_bytes <= ratio * device
         assert found.slots.total >= (4 if scope == "layer" else 1)
         assert found.kv_pages >= 4096 // 64 + 9
-        assert sum(v for k, v in found.memory().items() if k not in ("kv_pages", "device_bytes", "pool_bytes")) == (
-            found.total_device_bytes
-        )
+        others = ("kv_pages", "device_bytes", "pool_bytes", "transfer_bytes")
+        assert sum(v for k, v in found.memory().items() if k not in others) == found.total_device_bytes
 
 
 def test_a_load_that_does_not_fit_touches_no_weight(tiny, monkeypatch):
