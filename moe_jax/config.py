@@ -140,7 +140,7 @@ class OffloadConfig:
         prefetch_budget: most bytes that one layer's event may prefetch, an int or text such as "32MiB"; "auto": what
             begins to move before it is needed, in the transport `device` 2 MiB.
         prefetch_shutoff: leave prefetch off for the layers that it does not help: `callback` times them with and
-            without, `device` counts how many of the fetched rows were used.
+            without; `device` counts how many of the fetched rows were used, and times whole calls with and without.
         warm_start: file with what predictors have learned of this checkpoint: read when the model is loaded, if it is
             there, and written when it is closed; None learns anew each time.
         scope: "layer" (each MoE layer has its own slots) or "global" (one pool).
