@@ -67,10 +67,12 @@ def test_no_program_copies_a_bank_a_slab_or_a_page_pool(moe):
 
 def test_nor_does_one_that_prefetches(tiny):
     # A budget of one row: staging then has another shape than a slab.
-    config = {"transport": "device", "prefetch": "cross-layer+temporal", "prefetch_budget": "48KiB", "max_batch": 1}
+    config = {"transport": "device", "prefetch": "request-counts", "prefetch_budget": "48KiB", "max_batch": 1}
     with MoE(tiny("mixtral_swa_tied"), CONFIG | config) as moe:
-        moe.generate(PROMPT, 5, eos_token_id=[])
+        moe.generate(PROMPT, 8, eos_token_id=[])
         assert moe.stats()["prefetch"]["staging_rows"] == 1
+        names = [name for name, _ in moe._engine.programs.texts()]
+        assert names.count("decode") == 2  # with prefetch and, for the time trial, without
         for name, text in moe._engine.programs.texts():
             assert copies(text, large_arrays(moe)) == [], name
 
