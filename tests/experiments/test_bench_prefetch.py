@@ -75,7 +75,8 @@ def test_a_dry_run_of_the_compiled_transport(script, routes, tmp_path):
     assert figures["transport"] == "device" and all(row["equal"] for row in figures["table"])
     learned, oracle = (row["prefetch"] for row in figures["table"][1:3])
     assert learned["budget"] == 4096 and learned["rows"]["useful"] and learned["learned_requests"] == 2
-    assert oracle["rows"]["useful"] and not oracle["rows"]["wasted"]
+    # What waits for the first layer when the program without prefetch takes its turn is dropped.
+    assert oracle["precision"] > 0.9 and set(oracle["per_layer"]["wasted"][1:]) == {0}
     assert "on time" in done.output and "of a row" in done.output
 
 
