@@ -1,11 +1,13 @@
 """Which family reads a config.json, and the abstract parameters of a model."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from moe_jax.checkpoint.loading import PackedMatrix
@@ -143,15 +145,24 @@ def abstract_params(
         call `nnx.merge(graphdef, params)` inside the traced function.
     """
 
-    def build():
-        model = _model(cfg, dtype)
-        linear = dict(_packing_linears(model))
-        for path, matrix in (packed or {}).items():
-            linear[path].pack(matrix.form, {s: jnp.zeros(shape, of) for s, (shape, of) in matrix.tensors.items()})
-        return model
+    if packed:
 
-    graphdef, state = nnx.split(nnx.eval_shape(build))
+        def build():
+            model = _model(cfg, dtype)
+            linear = dict(_packing_linears(model))
+            for path, matrix in packed.items():
+                linear[path].pack(matrix.form, {s: jnp.zeros(shape, of) for s, (shape, of) in matrix.tensors.items()})
+            return model
+
+        graphdef, state = nnx.split(nnx.eval_shape(build))
+    else:
+        graphdef, state = _decoded(cfg, np.dtype(dtype))
     return graphdef, nnx.to_pure_dict(state)
+
+
+@functools.lru_cache(maxsize=32)  # a load asks several times, and models are loaded again with other settings
+def _decoded(cfg, dtype):
+    return nnx.split(nnx.eval_shape(lambda: _model(cfg, dtype)))
 
 
 def packable(cfg: ModelConfig) -> tuple[str, ...]:

@@ -22,6 +22,10 @@ from host_offload.trace import Trace
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "experiments" / "run_generate.py"
 LAYERS, EXPERTS, PER_TOKEN = 8, 32, 4  # of the demo model
+# A process compiles for 20 s unless an earlier one ran the same program: the length (in pages, by powers of two) and
+# the trace make another.
+SHORT = "--cache-rate", 0.25, "--max-new-tokens", 24, "--ignore-eos"
+ENDLESS = "--cache-rate", 0.25, "--max-new-tokens", 2000, "--ignore-eos"
 
 
 def environment() -> dict[str, str]:
@@ -53,7 +57,7 @@ def script():
 @pytest.mark.slow
 def test_demo_with_json_trace_and_verification(tmp_path):
     files = "--json", tmp_path / "out.json", "--trace", tmp_path / "out.npz", "--verify"
-    done = run("--cache-rate", 0.25, "--max-new-tokens", 24, "--ignore-eos", *files)
+    done = run(*SHORT, *files)
     assert done.returncode == 0, done.stderr.decode()
     out = json.loads((tmp_path / "out.json").read_text())
     (sequence,) = out["sequences"]
@@ -130,7 +134,7 @@ def test_batch_from_standard_input_through_the_callback_transport_and_a_disk_tie
 def test_interrupt_keeps_what_there_is(tmp_path):
     files = "--json", tmp_path / "out.json", "--trace", tmp_path / "out.npz", "--verify"
     process = subprocess.Popen(
-        command("--cache-rate", 0.25, "--max-new-tokens", 2000, "--ignore-eos", *files),
+        command(*ENDLESS, *files),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
@@ -154,9 +158,9 @@ def test_interrupt_keeps_what_there_is(tmp_path):
 
 
 @pytest.mark.slow
-def test_reader_that_goes_away_is_no_error():
+def test_reader_that_goes_away_is_no_error(tmp_path):
     process = subprocess.Popen(
-        command("--cache-rate", 0.25, "--max-new-tokens", 400, "--ignore-eos"),
+        command(*ENDLESS, "--trace", tmp_path / "out.npz"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
@@ -174,10 +178,10 @@ def test_reader_that_goes_away_is_no_error():
 
 
 @pytest.mark.slow
-def test_text_that_cannot_be_written_is_one_line_and_the_figures_stay():
+def test_text_that_cannot_be_written_is_one_line_and_the_figures_stay(tmp_path):
     with open("/dev/full", "w") as full:
-        options = ("--cache-rate", 0.25, "--max-new-tokens", 4)
-        done = subprocess.run(command(*options), stdout=full, stderr=subprocess.PIPE, env=environment(), timeout=300)
+        line = command(*SHORT, "--trace", tmp_path / "out.npz")
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, env=environment(), timeout=300)
     errors = done.stderr.decode()
     assert done.returncode == 1 and "Traceback" not in errors and "Exception ignored" not in errors
     assert "cannot be written to standard output: No space left on device" in errors and "hit rate" in errors

@@ -301,6 +301,14 @@ def test_abstract_params_hold_no_memory_and_match_targets(tied):
     assert shapes["embed.weight"] == (32, 16)
 
 
+def test_abstract_params_are_the_callers_own():
+    cfg = read("qwen3_moe")
+    _, params = abstract_params(cfg, jnp.bfloat16)
+    del params["layers"]
+    assert "layers" in abstract_params(cfg, jnp.bfloat16)[1]
+    assert all(leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(abstract_params(cfg, "float16")[1]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, family in BY_NAME.items() if not family.config_cls.encoder_decoder])
 @pytest.mark.fully_optimised  # draws arrays of real size
