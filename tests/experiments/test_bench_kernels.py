@@ -256,6 +256,22 @@ def test_tuning_attention(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen3-30b-a3b", "gpt-oss-120b", "qwen3.5-35b-a3b", "deepseek-v2-lite", "deepseek-v3"]
+)
+def test_tiles_of_attention_that_are_tried(name):
+    (entry,) = [
+        entry for entry in bench_kernels.select("1", "paged_attention", name, None, False) if entry.size == "B1 S32768"
+    ]
+    base = tune_kernels.class_of(entry, 1, False)[1]
+    tried = tune_kernels.variants(entry, base, 1, False)
+    assert tried[0] == {} and len({str(tiles) for tiles in tried}) == len(tried) > 20
+    # Neither the default again, nor what the kernel would not run with.
+    known = base | {"splits": None}
+    changed = [sum(known[n] != tiles[n] for n in known if n != "splits") for tiles in tried[1:]]
+    assert changed[0] <= 1 and changed[-1] > 2 and {tiles["num_stages"] for tiles in tried[1:]} >= {2, 3}
+
+
 def test_tuning_a_dense_matrix(tmp_path, monkeypatch):
     monkeypatch.setattr(tune_kernels, "variants", lambda *arguments: [{}, {"splits": 2}, {"block_in": 100}])
     out = tmp_path / "tiles.json"
