@@ -183,7 +183,7 @@ def attention_variants(queries, values, page_table, base: Tiles) -> list[Tiles]:
         if (
             tiles != {name: base[name] for name in grid}
             and shares_of(tiles, queries, values, page_table) == tiles["splits"]
-            and MULTIPROCESSORS // 2 < programs <= 4 * MULTIPROCESSORS
+            and MULTIPROCESSORS // 4 <= programs <= 4 * MULTIPROCESSORS
             # More spill registers, kilobytes at worst (compiled for an H200); 64 heads of wide latents need 128.
             and sums * tiles["unroll"] <= (64 if tiles["heads"] < 64 else 128)
             and shared_bytes(tiles, queries, values) <= shared_memory()
