@@ -61,8 +61,10 @@ def partial_tiles(queries, values, page_table) -> dict:
     wide, group = _wide(value_width), queries[0].shape[1] // G
     formula = dict(heads=HEADS, tokens=min(64, page), splits=None, unroll=1, num_warps=8 if wide else 4, num_stages=2)
     room = shared_memory() // (1 if wide else 2) - 1024
-    # Many heads that share wide latents: 64 read them a quarter as often as 16. Sums of more have no room.
-    if wide and group >= 64 and values.dtype.itemsize == 2:
+    # Many heads that share wide latents: 64 read them a quarter as often as 16. Sums of more have no room, and short
+    # sequences leave few programs.
+    programs = page_table.size * page // formula["tokens"] * G * cdiv(group, 64)
+    if wide and group >= 64 and values.dtype.itemsize == 2 and programs > MULTIPROCESSORS // 2:
         many = formula | {"heads": 64}
         formula = many if shared_bytes(many, queries, values) <= room else formula
     for stages in (3, 4):  # tiles on their way while another is worked on

@@ -254,6 +254,8 @@ def test_programs_of_the_formula():
     # As the compiler counts them; products of 64 rows need no more.
     assert kernel.shared_bytes(kernel.partial_tiles(*shapes("olmoe")), *shapes("olmoe")[:2]) == 104448
     assert kernel.partial_tiles(*shapes("deepseek-v3", dtype=jnp.float32))["heads"] == 16
+    assert kernel.partial_tiles(*shapes("deepseek-v3", tokens=2048))["heads"] == 16
+    assert kernel.partial_tiles(*shapes("deepseek-v3", tokens=2048, B=2))["heads"] == 64
 
 
 def test_a_window_has_no_more_splits_than_blocks():
