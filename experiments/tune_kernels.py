@@ -38,7 +38,7 @@ from rich.table import Table
 from typer import Option
 
 from pallas_kernels import tile_table
-from pallas_kernels._compat import next_power_of_2
+from pallas_kernels._compat import next_power_of_2, shared_memory
 from pallas_kernels.dequant_gemm.arg_specs import ArgSpec
 from pallas_kernels.dequant_gemm.kernel import gemm_key, gemm_tiles
 from pallas_kernels.dequant_gemm.weights import most_columns
@@ -46,7 +46,14 @@ from pallas_kernels.expert_ffn.decode import decode_key, decode_tiles
 from pallas_kernels.expert_ffn.grouped import grouped_key, grouped_tiles
 from pallas_kernels.expert_ffn.packed import lanes, unit_words
 from pallas_kernels.formats import FP8, Dense
-from pallas_kernels.paged_attention.kernel import HEADS, partial_key, partial_tiles
+from pallas_kernels.paged_attention.kernel import (
+    HEADS,
+    MULTIPROCESSORS,
+    partial_key,
+    partial_tiles,
+    shared_bytes,
+    shares_of,
+)
 from pallas_kernels.row_linear.arg_specs import ArgSpec as RowSpec
 from pallas_kernels.row_linear.kernel import row_key, row_tiles
 
@@ -86,13 +93,8 @@ def class_of(entry: Entry, batch: int, small: bool) -> tuple[str, Tiles]:
 def variants(entry: Entry, base: Tiles, batch: int, small: bool) -> list[Tiles]:
     """Overrides of `base` to try, none of them twice; the empty one comes first."""
     if entry.op == "paged_attention":
-        grid = {"tokens": (16, 32, PAGE), "splits": (8, 16, 32, 64), "num_warps": (4, 8), "num_stages": (2, 3)}
         data, _ = jax.eval_shape(jax.jit(entry.build().make))
-        group = data["q"][0].shape[1] // data.get("values", data["k0"]).shape[2]
-        if group > HEADS:  # else more heads a program would be rows without a query
-            heads = tuple(n for n in (64, 32, 16) if n <= next_power_of_2(group))
-            grid = {"heads": heads} | grid | {"splits": (16, 32, 64)}
-        return [{}, *(dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))]
+        return attention_variants(data["q"], data.get("values", data["k0"]), data["tables"][0], base)
     if entry.op == "dequant_gemm":
         return gemm_variants(*gemm_of(entry.shape, entry.format, entry.size, small), base)
     if entry.op == "row_linear":
@@ -157,6 +159,37 @@ def deposit_variants(experts: Experts, base: Tiles) -> list[Tiles]:
         if not dense:
             found.append({kernel: {"row_sides_missing": not tiles["row_sides_missing"]}})
     return found
+
+
+def attention_variants(queries, values, page_table, base: Tiles) -> list[Tiles]:
+    """Overrides of the tiles of decode attention, those that differ least from the default first."""
+    (B, N, _), (_, _, G, value_width) = queries[0].shape, values.shape
+    group = N // G
+    base = base | {"splits": shares_of(base, queries, values, page_table)}
+    grid = {
+        # More heads a program than there are would be rows without a query.
+        "heads": tuple(n for n in (64, 32, 16) if n <= max(HEADS, next_power_of_2(group))),
+        "tokens": (PAGE, 32),
+        "splits": tuple(2**i for i in range(9)),
+        "unroll": (1, 2),
+        "num_warps": (4, 8),
+        "num_stages": (4, 3, 2),
+    }
+    found = []
+    for values_ in itertools.product(*grid.values()):
+        tiles = dict(zip(grid, values_, strict=True))
+        programs = B * G * -(-group // tiles["heads"]) * tiles["splits"]
+        sums = tiles["heads"] * value_width // (32 * tiles["num_warps"])
+        if (
+            tiles != {name: base[name] for name in grid}
+            and shares_of(tiles, queries, values, page_table) == tiles["splits"]
+            and MULTIPROCESSORS // 4 <= programs <= 4 * MULTIPROCESSORS
+            # More spill registers, kilobytes at worst (compiled for an H200); 64 heads of wide latents need 128.
+            and sums * tiles["unroll"] <= (64 if tiles["heads"] < 64 else 128)
+            and shared_bytes(tiles, queries, values) <= shared_memory()
+        ):
+            found.append(tiles)
+    return [{}, *sorted(found, key=lambda tiles: sum(base[name] != value for name, value in tiles.items()))]
 
 
 def gemm_variants(spec: ArgSpec, rows: int, base: Tiles) -> list[Tiles]:

@@ -256,6 +256,23 @@ def test_tuning_attention(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "deepseek-v3"])
+def test_tiles_of_attention_fit_and_the_nearest_come_first(name):
+    chosen = bench_kernels.select("1", "paged_attention", name, None, False)
+    (entry,) = [entry for entry in chosen if entry.size == "B1 S32768"]
+    base = tune_kernels.class_of(entry, 1, False)[1]
+    tried = tune_kernels.variants(entry, base, 1, False)[1:]
+    changed = [sum(base[name] != tiles[name] for name in base if name != "splits") for tiles in tried]
+    assert max(changed[:4]) == 1 and changed[-1] > 2
+    wide = name == "deepseek-v3"
+    for tiles in tried:
+        row = tiles["tokens"] * tiles["unroll"] * 2 * (576 if wide else 128)
+        assert (tiles["num_stages"] - 1) * row + tiles["heads"] * 2 * (576 if wide else 64) < 227 * 1024
+        assert tiles["heads"] < 64 or (tiles["num_warps"] == 8 and tiles["unroll"] == 1)
+    heads, splits = ({16, 32, 64}, {8, 16, 32, 64, 128, 256}) if wide else ({16}, {8, 16, 32, 64})
+    assert {tiles["heads"] for tiles in tried} == heads and {tiles["splits"] for tiles in tried} == splits
+
+
 def test_tuning_a_dense_matrix(tmp_path, monkeypatch):
     monkeypatch.setattr(tune_kernels, "variants", lambda *arguments: [{}, {"splits": 2}, {"block_in": 100}])
     out = tmp_path / "tiles.json"

@@ -108,16 +108,61 @@ def test_latents_are_keys_and_values(implementation):
     np.testing.assert_allclose(got, definition(*inputs, scale=0.3), atol=2e-5)
 
 
-@pytest.mark.parametrize("heads", [32, 64])
-def test_a_program_may_take_more_heads_than_the_fewest(heads):
-    """Some past the end of the group, and of what one program takes."""
-    queries, keys, values, table, lengths = case(3, [97, 5], 80, 2, (32, 8), 32, 32, latent=True)
+def run_tiles(tiles, queries, keys, values, table, lengths, *, scale, window=None, sinks=None, softcap=None):
     pools = [jnp.asarray(pool) for pool in keys]
-    options = dict(scale=0.3, window=None, softcap=None, tiles={"heads": heads}, interpret=True)
-    got = kernel.paged_decode_attention(
-        [jnp.asarray(q) for q in queries], pools, pools[0], jnp.asarray(table), jnp.asarray(lengths), None, **options
-    )
-    np.testing.assert_allclose(got, definition(queries, keys, values, table, lengths, scale=0.3), atol=2e-5)
+    shared = next((pools[i] for i, pool in enumerate(keys) if pool is values), None)
+    operands = [jnp.asarray(q) for q in queries], pools, jnp.asarray(values) if shared is None else shared
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    options = dict(scale=scale, window=window, softcap=softcap, tiles=tiles, interpret=True)
+    return kernel.paged_decode_attention(*operands, jnp.asarray(table), jnp.asarray(lengths), sinks, **options)
+
+
+RAGGED = [270, 5, 0, 127]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "window", "sinks", "softcap", "latent"),
+    [  # columns in two blocks, 128 splits at a time; of 128 splits some are without a token of the window
+        ({"tokens": 1, "splits": 128}, 100, True, 2.0, False),
+        ({"tokens": 1, "splits": 256}, None, True, None, True),
+        ({"tokens": 2, "splits": 16, "unroll": 2}, None, False, None, False),
+        ({"tokens": 1, "splits": 8, "unroll": 4}, 100, False, 2.0, True),
+    ],
+)
+def test_any_tiles_equal_the_definition(tiles, window, sinks, softcap, latent):
+    widths = (40, 8) if latent else (16,)
+    inputs = case(3, RAGGED, 6, 1 if latent else 2, widths, 40, 16, latent=latent)
+    options = dict(scale=0.3, window=window, softcap=softcap)
+    options["sinks"] = np.linspace(-3, 3, 6, dtype=np.float32) if sinks else None
+    np.testing.assert_allclose(run_tiles(tiles, *inputs, **options), definition(*inputs, **options), atol=2e-5)
+
+
+def test_parts_are_merged_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(kernel, "MERGE_TILE", 1024)
+    assert kernel.merge_tile(len(RAGGED) * 2, 256, 72) == (32, 32)  # three column blocks, the last half full
+    inputs = case(4, RAGGED, 2, 1, (16,), 72, 16)
+    got = run_tiles({"tokens": 1, "splits": 256}, *inputs, scale=0.3)
+    np.testing.assert_allclose(got, definition(*inputs, scale=0.3), atol=2e-5)
+
+
+def test_columns_never_leave_their_row():
+    """The interpreter drops what is stored past the end; a GPU writes it to the next row."""
+    blocks = [kernel._columns(72, 32, number) for number in range(3)]
+    assert np.concatenate([columns for columns, _ in blocks]).tolist() == [*range(72), *[71] * 24]
+    assert np.concatenate([real for _, real in blocks]).tolist() == [True] * 72 + [False] * 24
+    columns, real = kernel._columns(40)
+    assert columns.tolist() == [*range(40), *[39] * 24] and int(real.sum()) == 40
+    assert kernel._columns(64, 32, 1)[0].tolist() == [*range(32, 64)]
+
+
+@pytest.mark.parametrize(("heads", "group"), [(32, 40), (64, 40), (64, 128)])
+def test_a_program_may_take_more_heads_than_the_fewest(heads, group):
+    """Some past the end of the group, and of what one program takes."""
+    G = 2 if group == 40 else 1
+    inputs = case(3, [97, 5], G * group, G, (32, 8), 32, 32, latent=True)
+    sinks = np.linspace(-3, 3, G * group, dtype=np.float32)
+    got = run_tiles({"heads": heads, "tokens": 16, "splits": 1, "unroll": 2}, *inputs, scale=0.3, sinks=sinks)
+    np.testing.assert_allclose(got, definition(*inputs, scale=0.3, sinks=sinks), atol=2e-5)
 
 
 def test_bfloat16_stays_near_the_definition():
@@ -174,11 +219,57 @@ def test_lowers_for_cuda_at_real_shapes(model, page, B):
     check_offsets(kernels)
 
 
+def shapes(model, B=1, tokens=32768, page=64, dtype=jnp.bfloat16):
+    N, G, widths, value_width, _, _ = REAL[model]
+    queries = tuple(arrays(B, N, w, dtype=dtype) for w in widths)
+    return queries, arrays(999, page, G, value_width, dtype=dtype), arrays(B, tokens // page)
+
+
 def test_splits_fill_the_card_and_no_more():
-    assert splits_of(1, 4, 512) == 64
-    assert splits_of(1, 4, 8) == 8
-    assert splits_of(64, 8, 512) == 1
-    assert splits_of(1, 16, 1) == 1
+    assert splits_of(1, 4, 512, 264) == 64
+    assert splits_of(1, 4, 8, 264) == 8
+    assert splits_of(64, 8, 512, 264) == 1
+    assert splits_of(1, 16, 1, 264) == 1
+    assert splits_of(1, 1, 512, 132) == 128
+    assert splits_of(1, 1, 4096, 1000) == 256
+
+
+def test_programs_of_the_formula():
+    """(heads, splits, stages) in bf16; two programs share a multiprocessor where values are narrow."""
+    found = {}
+    for model in REAL:
+        tiles = kernel.partial_tiles(*shapes(model))
+        found[model] = tiles["heads"], kernel.shares_of(tiles, *shapes(model)), tiles["num_stages"]
+        together = 2 if REAL[model][3] <= 128 else 1
+        assert together * (1024 + kernel.shared_bytes(tiles, *shapes(model)[:2])) <= 228 * 1024
+    assert found == {
+        "qwen3-30b-a3b": (16, 64, 4),
+        "olmoe": (16, 16, 4),
+        "mixtral": (16, 32, 4),
+        "gpt-oss": (16, 32, 4),
+        "qwen3.5-35b-a3b": (16, 64, 4),
+        "deepseek-v2-lite": (16, 128, 3),
+        "deepseek-v3": (64, 64, 2),
+    }
+    # As the compiler counts them; products of 64 rows need no more.
+    assert kernel.shared_bytes(kernel.partial_tiles(*shapes("olmoe")), *shapes("olmoe")[:2]) == 104448
+    assert kernel.partial_tiles(*shapes("deepseek-v3", dtype=jnp.float32))["heads"] == 16
+    assert kernel.partial_tiles(*shapes("deepseek-v3", tokens=2048))["heads"] == 16
+    assert kernel.partial_tiles(*shapes("deepseek-v3", tokens=2048, B=2))["heads"] == 64
+
+
+def test_a_window_has_no_more_splits_than_blocks():
+    tiles = kernel.partial_tiles(*shapes("gpt-oss"))
+    assert kernel.shares_of(tiles | {"splits": 64}, *shapes("gpt-oss"), 128) == 4  # it may begin within a block
+    assert kernel.shares_of(tiles, *shapes("gpt-oss"), 1) == 1
+    assert kernel.shares_of(tiles, *shapes("gpt-oss", tokens=128), 4096) == 2
+
+
+def test_a_smaller_card_holds_fewer_tiles(monkeypatch):
+    monkeypatch.setattr(kernel, "shared_memory", lambda: 99 << 10)
+    for model in REAL:
+        tiles = kernel.partial_tiles(*shapes(model))
+        assert kernel.shared_bytes(tiles, *shapes(model)[:2]) <= 99 << 10, model
 
 
 def test_bad_arguments_are_named():

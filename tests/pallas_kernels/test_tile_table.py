@@ -89,6 +89,8 @@ def test_attention_by_powers_of_two(write):
         ({"block_out": 16}, "no parameter block_out"),
         ({"tokens": 128}, "of two from 1 to 64"),
         ({"splits": 3}, "= 3"),
+        ({"splits": 512}, "of two from 1 to 256"),
+        ({"unroll": 8}, "of two from 1 to 4"),
     ],
 )
 def test_attention_refuses_tiles(tiles, message):
