@@ -8,6 +8,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 
 import jax
@@ -195,7 +196,7 @@ class Run:
         self._pages: list[int] = []
         self._compiled = engine.programs.compilations, engine.programs.compile_seconds
         self._loop = None
-        self._under_way = 0  # calls of decode that were started and not finished
+        self._begun: deque = deque()  # (program, results) of each call of decode that is under way, oldest first
         self._clock: float | None = None  # when the last one was finished, or one was started with none under way
         self._disturbed = False  # the time since then holds more than the steps of a call
         self._step = engine.steps
@@ -266,26 +267,24 @@ class Run:
         self.stats.ttft = time.perf_counter() - started - self.stats.compile_seconds
         self.stats.first_tokens = 1
         self._keep(LoopState(kv, engine.cache, tokens, live, left, seen))
-        left, waiting = max(new) - 1, None
+        left = max(new) - 1
         yield host_tokens[:, None].astype(np.int32)
 
         try:
             while self.live.any():
                 if not engine.alive:
                     raise MoEJaxError(CLOSED_MEANWHILE)
-                chunk, waiting = waiting, None
-                if chunk is None:
-                    chunk, left = self._begin(draws, choice), left - engine.call_steps
-                if self._ahead and left > 0:
-                    waiting, left = self._begin(draws, choice), left - engine.call_steps
-                tokens, error = self._finish(chunk)
+                while left > 0 and len(self._begun) < (2 if self._ahead else 1):
+                    self._begin(draws, choice)
+                    left -= engine.call_steps
+                tokens, error = self._finish()
                 if tokens.size:
                     yield tokens
                 if error is not None:  # only now: the steps of this chunk before the faulty one are good
                     raise transport_error("decoding", error)
         except GeneratorExit:  # the caller wants no more
-            if waiting is not None and engine.alive:
-                self._finish(waiting, unwanted=True)
+            while self._begun and engine.alive:
+                self._finish(unwanted=True)
             raise
 
     @property
@@ -295,7 +294,7 @@ class Run:
         return self.engine.transport.runs_ahead and not self._stops
 
     def _begin(self, draws, choice):
-        """Starts a jit call of the decode loop; what `_finish` takes."""
+        """Starts a jit call of the decode loop, which `_finish` ends."""
         engine, transport = self.engine, self.engine.transport
         loop = self._loop if self._ahead else replace(self._loop, live=jnp.asarray(self.live))
         K = engine.cfg.num_experts_per_tok
@@ -307,9 +306,8 @@ class Run:
             **choice,
         }
         first = self._clock is None
-        if not self._under_way:
+        if not self._begun:
             self._clock = time.perf_counter()
-        self._under_way += 1
         compiled = engine.programs.compile_seconds
         loop, results = engine.programs.run(
             "decode", (2,), static, engine.params, engine.operands, loop, draws, self._forced
@@ -318,17 +316,16 @@ class Run:
         compiling = engine.programs.compile_seconds - compiled
         self._clock += compiling
         self._disturbed |= first or compiling > 0
-        return static["program"], results
+        self._begun.append((static["program"], results))
 
-    def _finish(self, chunk, unwanted=False):
-        """Waits for a call: new ids [B, n] of its good steps, and what ended it early or None.
+    def _finish(self, unwanted=False):
+        """Waits for the oldest call under way: new ids [B, n] of its good steps, and what ended it early or None.
 
         unwanted: nobody takes its tokens any more, they are only counted.
         """
         engine, transport = self.engine, self.engine.transport
-        program, results = chunk
+        program, results = self._begun.popleft()
         results = jax.device_get(results)
-        self._under_way -= 1
         out, done, routed = (results[name] for name in ("tokens", "steps", "routing"))
         self.live = np.array(results["live"])
         out = out[: len(self.prompts), :done]

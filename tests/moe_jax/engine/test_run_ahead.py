@@ -32,14 +32,16 @@ def calls(monkeypatch):
     """What a run does, in order: ("begin" or "finish", number of the call)."""
     log, begin, finish = [], Run._begin, Run._finish
 
-    def numbered(self, *args):
-        number = sum(what == "begin" for what, _ in log)
-        log.append(("begin", number))
-        return number, begin(self, *args)
+    def logged(what):
+        log.append((what, sum(before == what for before, _ in log)))
 
-    def read(self, chunk, **options):
-        log.append(("finish", chunk[0]))
-        return finish(self, chunk[1], **options)
+    def numbered(self, *args):
+        logged("begin")
+        return begin(self, *args)
+
+    def read(self, **options):
+        logged("finish")
+        return finish(self, **options)
 
     monkeypatch.setattr(Run, "_begin", numbered)
     monkeypatch.setattr(Run, "_finish", read)
