@@ -11,7 +11,9 @@ from host_offload.plan import check_invariants
 from host_offload.policy import fresh_state
 from host_offload.slots import round_group, spare_rows
 from host_offload.transport.lookahead import Lookahead
+from pallas_kernels.combine import combine
 from pallas_kernels.expert_ffn import SILU
+from pallas_kernels.formats import Dense
 
 
 class StateLost(RuntimeError):
@@ -83,6 +85,26 @@ class Transport(abc.ABC):
         self.budget, self.forced_admit = budget, forced_admit
         self.rows = max(bank_rows, budget.total + self.spare)
 
+    def _sums(self, rows, residual=None, feeds_kernels=False):
+        """What sums the expert outputs of a decode event, an implementation of `combine`.
+
+        A kernel where it leaves nothing to do before the next kernel; XLA joins the sum with what else is to be done.
+        """
+        del feeds_kernels
+        return self.ffn_implementation if rows == 1 and residual is not None else "xla"
+
+    @property
+    def _reads_rows(self) -> frozenset[str]:
+        """{"x"} where a kernel reads the row of one token, as `Experts.read_by_kernels` says it; else nothing."""
+        # Packed weights take it by lanes, into which XLA brings it.
+        reads = self.ffn_implementation != "xla" and isinstance(self.experts.gate_up, Dense)
+        return frozenset({"x"} if reads else ())
+
+    def _combine(self, y, entry, weights, live, **onward):
+        """`combine` of y [U, B, D], entry and weights [B, K], live [B]; `onward` as of `bind`."""
+        how = self._sums(len(live), **onward)
+        return combine(y, entry, weights, live, **onward, implementation=how)
+
     def configure(self, budget, forced_admit, policy, select=None):
         """New quotas, scope, contract and policy over the same banks; the caller then empties the state.
 
@@ -144,7 +166,10 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def bind(self, operands, *, prefill, block_rows=None):
-        """The `experts` callable of one traced step."""
+        """The `experts` callable of one traced step: `Experts` of docs/architecture.md, "Model and experts".
+
+        Its keywords `residual` and `feeds_kernels` are called `onward` where they are only handed on.
+        """
 
     @abc.abstractmethod
     def empty(self, state):
@@ -243,27 +268,20 @@ def event_scores(scores, live):
     return jnp.sum(jnp.where(live[:, None], rounded, 0), axis=0)
 
 
-def combine_decode(y, entry, weights, live):
-    """Weighted sum over each token's experts in the order of its ids.
-
-    y [U, B, D], entry and weights [B, K], live [B] -> [B, D] f32; 0 on dead rows.
-    """
-    B, K = entry.shape
-    rows = jnp.arange(B, dtype=jnp.int32)
-    out = jnp.zeros(y.shape[1:], jnp.float32)
-    for k in range(K):
-        out = out + weights[:, k, None].astype(jnp.float32) * y[entry[:, k], rows]
-    return jnp.where(live[:, None], out, 0)
-
-
 def combine_prefill(y, weights, live):
-    """As `combine_decode` for y [T*K, D] in pair order."""
+    """Weighted sum [T, D] f32 as of `pallas_kernels.combine` for y [T*K, D] in pair order."""
     T, K = weights.shape
     y = y.reshape(T, K, -1)
     out = jnp.zeros((T, y.shape[-1]), jnp.float32)
     for k in range(K):
         out = out + weights[:, k, None].astype(jnp.float32) * y[:, k].astype(jnp.float32)
     return jnp.where(live[:, None], out, 0)
+
+
+def joined(y, residual=None, feeds_kernels=False):
+    """The sum y [T, D] f32, rounded and added to `residual` [T, D] if there is one, as `combine` does."""
+    del feeds_kernels  # XLA computes it
+    return y if residual is None else residual + y.astype(residual.dtype)
 
 
 def device_platform() -> str:

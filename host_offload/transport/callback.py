@@ -16,7 +16,7 @@ from host_offload.disk_tier import DiskTier
 from host_offload.plan import apply, plan_event
 from host_offload.schedule import Schedule, max_rounds, schedule_rounds
 from host_offload.slots import HITS, SlotCache, empty_banks
-from host_offload.transport.base import Transport, combine_decode, event_need, event_scores, record
+from host_offload.transport.base import Transport, event_need, event_scores, joined, record
 from host_offload.transport.host_calls import HostCalls, RoundMoves, make_mover
 from host_offload.transport.lookahead import looks_ahead
 from host_offload.transport.rounds import serve_rounds
@@ -102,14 +102,17 @@ class CallbackTransport(Transport):
         self.mover.close()
 
     def bind(self, operands, *, prefill, block_rows=None):
-        def experts(layer, x, ids, weights, scores, live, token_ids, state):
+        def experts(layer, x, ids, weights, scores, live, token_ids, state, **onward):
             del token_ids
             if prefill:
                 y, new = self._prefill(layer, x, ids, weights, scores, live, state, block_rows)
+                y = joined(y, **onward)
             else:
-                y, new = self._decode(layer, x, ids, weights, scores, live, state)
+                y, new = self._decode(layer, x, ids, weights, scores, live, state, **onward)
             return y, record(new, ids, weights, scores)
 
+        if not prefill:
+            experts.read_by_kernels = self._reads_rows
         return experts
 
     # --------------------------------------------------------------------------------------------- traced into the step
@@ -117,7 +120,7 @@ class CallbackTransport(Transport):
     def _scores(self, scores, live):
         return {"scores": event_scores(scores, live)} if self.policy.uses_scores else {}
 
-    def _decode(self, layer, x, ids, weights, scores, live, state, more=None):
+    def _decode(self, layer, x, ids, weights, scores, live, state, more=None, **onward):
         """`more`: name -> array that rides to the host with the event."""
         pairs = ids.size
         distinct = min(self.spec.E, pairs)
@@ -152,8 +155,9 @@ class CallbackTransport(Transport):
                 between=await_down,
                 spec=self.experts,
                 implementation=self.ffn_implementation,
+                feeds_kernels=self._sums(x.shape[0], **onward) != "xla",
             )
-            out = combine_decode(y, entry.reshape(ids.shape), weights, live)
+            out = self._combine(y, entry.reshape(ids.shape), weights, live, **onward)
         return out, replace(waits[0], banks=banks)
 
     def _prefill(self, layer, x, ids, weights, scores, live, state, block_rows):

@@ -10,7 +10,7 @@ from host_offload.plan import apply, plan_event
 from host_offload.policy import PolicySet, is_elementwise
 from host_offload.schedule import Schedule, schedule_rounds
 from host_offload.slots import BYPASSES, EVICTIONS, HITS, MISSES, SlotCache, control_vector, empty_banks
-from host_offload.transport.base import StateLost, Transport, combine_decode, event_need, event_scores, record
+from host_offload.transport.base import StateLost, Transport, event_need, event_scores, joined, record
 from host_offload.transport.host_calls import HostCalls, RoundMoves, make_mover
 from host_offload.transport.lookahead import looks_ahead
 from host_offload.transport.rounds import serve_rounds
@@ -100,15 +100,18 @@ class GraphTransport(Transport):
         """The `experts` callable for one traced step (see docs/architecture.md, "Model and experts")."""
         pool, control = operands["pool"], operands["control"]
 
-        def experts(layer, x, ids, weights, scores, live, token_ids, state):
+        def experts(layer, x, ids, weights, scores, live, token_ids, state, **onward):
             del token_ids
             if prefill:  # its rows are moved by the copy engine, see `_on_schedule`
                 y, new = self._prefill(layer, x, ids, weights, scores, live, state, control, block_rows)
+                y = joined(y, **onward)
             else:
                 rows = pool[layer] if pool else None
-                y, new = self._decode(layer, x, ids, weights, scores, live, state, rows, control)
+                y, new = self._decode(layer, x, ids, weights, scores, live, state, rows, control, **onward)
             return y, record(new, ids, weights, scores)
 
+        if not prefill:
+            experts.read_by_kernels = self._reads_rows | ({"ids"} if self._policy_fused else set())
         return experts
 
     # ------------------------------------------------------------------------------------------------------- one event
@@ -167,7 +170,7 @@ class GraphTransport(Transport):
             after = self.policy.commit(jnp, state.policy, layer, state.slot_of >= 0, t)
             return replace(state, policy=_if_any(need, after, state.policy))
 
-    def _decode(self, layer, x, ids, weights, scores, live, state, pool, control):
+    def _decode(self, layer, x, ids, weights, scores, live, state, pool, control, **onward):
         E = self.spec.E
         pairs = ids.reshape(-1)
         fused = self._policy_fused
@@ -219,12 +222,13 @@ class GraphTransport(Transport):
         state = self._commit(layer, need, t, state)
         distinct = min(E, pairs.shape[0])
         with jax.named_scope("expert_ffn"):
-            y, state = self._serve(layer, x, (rows, src, deposit, count), distinct, state, pool)
-            out = combine_decode(y, entry.reshape(ids.shape), weights, live)
+            feeds = self._sums(x.shape[0], **onward) != "xla"
+            y, state = self._serve(layer, x, (rows, src, deposit, count), distinct, state, pool, feeds)
+            out = self._combine(y, entry.reshape(ids.shape), weights, live, **onward)
         return out, state
 
-    def _experts(self, x, listed, distinct, banks, pool, **staged):
-        """`expert_ffn_decode` of the `listed` entries: their rows, sources, deposits and count."""
+    def _experts(self, x, listed, distinct, banks, pool, feeds, **staged):
+        """`expert_ffn_decode` of the `listed` entries: their rows, sources, deposits and count; `feeds`: kernels."""
         return expert_ffn_decode(
             x,
             *listed,
@@ -234,12 +238,13 @@ class GraphTransport(Transport):
             spec=self.experts,
             implementation=self.ffn_implementation,
             fetch=self.implementation,
+            feeds_kernels=feeds,
             **staged,
         )
 
-    def _serve(self, layer, x, listed, distinct, state, pool):
+    def _serve(self, layer, x, listed, distinct, state, pool, feeds):
         """Outputs [U, B, D] of the experts of an event, and the state with the banks that they left."""
-        y, banks = self._experts(x, listed, distinct, state.banks, pool)
+        y, banks = self._experts(x, listed, distinct, state.banks, pool, feeds)
         return y, replace(state, banks=banks)
 
     def _prefill(self, layer, x, ids, weights, scores, live, state, control, block_rows):

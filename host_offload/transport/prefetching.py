@@ -99,13 +99,14 @@ class PrefetchTransport(CallbackTransport):
         if prefill or not self.gate:
             return super().bind(operands, prefill=prefill, block_rows=block_rows)
 
-        def experts(layer, x, ids, weights, scores, live, token_ids, state):
+        def experts(layer, x, ids, weights, scores, live, token_ids, state, **onward):
             more = {}
             if layer + self.gate < self.spec.L:
                 more["guess"] = guess(layer + self.gate, x, token_ids)
-            y, new = self._decode(layer, x, ids, weights, scores, live, state, more)
+            y, new = self._decode(layer, x, ids, weights, scores, live, state, more, **onward)
             return y, record(new, ids, weights, scores)
 
+        experts.read_by_kernels = self._reads_rows
         return experts
 
     # ------------------------------------------------------------------------------------------- run by XLA's thread

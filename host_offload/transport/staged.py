@@ -234,11 +234,11 @@ class StagedTransport(GraphTransport):
             return self._bind_plain(super().bind(operands, prefill=prefill))
         pool, control, values = operands["pool"], operands["control"], operands["ahead"]
 
-        def experts(layer, x, ids, weights, scores, live, token_ids, state):
+        def experts(layer, x, ids, weights, scores, live, token_ids, state, **onward):
             note, happened = (state.ahead.staging.ids, live), jnp.any(live)
             if layer == self._first:
                 state = replace(state, ahead=self._by_layer(state.ahead, LayerRows))
-            y, new = self._decode(layer, x, ids, weights, scores, live, state, pool[layer], control)
+            y, new = self._decode(layer, x, ids, weights, scores, live, state, pool[layer], control, **onward)
             target, width = self._target(layer), min(self.spec.E, ids.size)  # as many as an event may need
             with jax.named_scope("prefetch"):
                 ahead, likely = new.ahead, None
@@ -266,14 +266,15 @@ class StagedTransport(GraphTransport):
     def _bind_plain(self, plain):
         """`experts` of `GraphTransport`, beside which nothing is staged and the predictor sees nothing."""
 
-        def experts(layer, x, ids, weights, scores, live, token_ids, state):
+        def experts(layer, x, ids, weights, scores, live, token_ids, state, **onward):
             ahead = state.ahead
             if layer == self._first:
                 nobody = jnp.full((self.settings.rows,), -1, jnp.int32)
                 ahead = replace(ahead, staging=replace(ahead.staging, ids=nobody), at=ahead.at + jnp.any(live))
-            y, new = plain(layer, x, ids, weights, scores, live, token_ids, replace(state, ahead=None))
+            y, new = plain(layer, x, ids, weights, scores, live, token_ids, replace(state, ahead=None), **onward)
             return y, replace(new, ahead=ahead)
 
+        experts.read_by_kernels = plain.read_by_kernels
         return experts
 
     def _target(self, layer):
@@ -316,10 +317,10 @@ class StagedTransport(GraphTransport):
         held = {name: how(value) if name in rows else value for name, value in ahead.predictor.items()}
         return replace(ahead, predictor=held)
 
-    def _serve(self, layer, x, listed, distinct, state, pool):
+    def _serve(self, layer, x, listed, distinct, state, pool, feeds):
         if state.ahead is None:
-            return super()._serve(layer, x, listed, distinct, state, pool)
-        y, banks, staging = self._experts(x, listed, distinct, state.banks, pool, staging=state.ahead.staging)
+            return super()._serve(layer, x, listed, distinct, state, pool, feeds)
+        y, banks, staging = self._experts(x, listed, distinct, state.banks, pool, feeds, staging=state.ahead.staging)
         return y, replace(state, banks=banks, ahead=replace(state.ahead, staging=staging))
 
     def finish_step(self, state, live=True):

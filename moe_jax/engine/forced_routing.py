@@ -41,7 +41,7 @@ def force(experts, forced: ForcedRouting | None, positions: jax.Array):
     # One lookup a step for all layers.
     chosen = jax.tree.map(lambda array: array[rows, positions].reshape(-1, *array.shape[2:]), forced)
 
-    def call(layer, x, ids, weights, scores, live, token_ids, state):
+    def call(layer, x, ids, weights, scores, live, token_ids, state, **onward):
         told, told_weights = chosen.ids[:, layer].astype(ids.dtype), chosen.weights[:, layer]
         if chosen.scores is None:
             at = jnp.arange(len(ids))[:, None], told
@@ -52,6 +52,6 @@ def force(experts, forced: ForcedRouting | None, positions: jax.Array):
         ids = jnp.where(given, told, ids)
         weights = jnp.where(given, told_weights.astype(weights.dtype), weights)
         scores = jnp.where(given, told_scores, scores)
-        return experts(layer, x, ids, weights, scores, live, token_ids, state)
+        return experts(layer, x, ids, weights, scores, live, token_ids, state, **onward)
 
     return call

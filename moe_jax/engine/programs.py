@@ -154,6 +154,8 @@ class Programs:
             go = running(i, loop)
             fed = loop.live & go
             experts = force(transport.bind(operands, prefill=False, **settings), forced, kv.lengths[:, None])
+            if routing:  # XLA reads the ids of each layer, too
+                experts.read_by_kernels = getattr(experts, "read_by_kernels", frozenset()) - {"ids"}
             hidden, kv, cache = model(
                 loop.tokens[:, None],
                 kv.lengths[:, None],

@@ -5,6 +5,7 @@ from flax import nnx
 from jax import Array, lax
 
 from moe_jax.layers.linear import Linear
+from moe_jax.layers.norm import Normed
 from pallas_kernels import kernels_run_compiled
 from pallas_kernels.router_topk import Routing, route, router_topk
 
@@ -17,7 +18,26 @@ def top_k(scores: Array, k: int) -> tuple[Array, Array]:
     return values, ids.astype(jnp.int32)
 
 
-class Router(nnx.Module):
+class KernelRouter(nnx.Module):
+    """A router that is two kernels where kernels serve one row: its `gate`, a `Linear`, and `route` with the formula of
+    `routing(dtype of x)`."""
+
+    gate: Linear
+
+    def routing(self, dtype) -> Routing:
+        """What becomes of the logits of rows of `dtype`."""
+        raise NotImplementedError
+
+    def __call__(self, x: Array | Normed, read_by_kernels: frozenset[str] = frozenset()) -> tuple[Array, Array, Array]:
+        """x [T, D] -> ids [T, K] int32 by descending weight, weights [T, K], scores [T, E] float32.
+
+        read_by_kernels: as of `Experts`, which get norm(x) of a `Normed` and the ids next.
+        """
+        logits = self.gate(x, feeds_kernels="x" in read_by_kernels)
+        return route(logits, self.routing(x.dtype), feeds_kernels="ids" in read_by_kernels)
+
+
+class Router(KernelRouter):
     """Softmax over all E experts in float32, then the K largest.
 
     `normalize` divides the K weights by their sum. `weights_dtype` is the dtype of the returned weights: Mixtral keeps
@@ -41,10 +61,6 @@ class Router(nnx.Module):
         self.normalize = normalize
         self.weights_dtype = jnp.dtype(weights_dtype)
 
-    def __call__(self, x: Array) -> tuple[Array, Array, Array]:
-        """x [T, D] -> ids [T, K] int32 by descending weight, weights [T, K], scores [T, E] float32.
-
-        Logits are rounded to x's dtype before the softmax: near-ties then fall as they do in transformers.
-        """
-        how = Routing(self.k, norm=1 if self.normalize else None, weights=self.weights_dtype.name)
-        return route(self.gate(x), how)
+    def routing(self, dtype) -> Routing:
+        # Logits are rounded to x's dtype before the softmax: near-ties then fall as they do in transformers.
+        return Routing(self.k, norm=1 if self.normalize else None, weights=self.weights_dtype.name)

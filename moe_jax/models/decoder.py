@@ -1,5 +1,6 @@
 """The pre-norm decoder that the decoder-only families share; a family overrides how its blocks are made."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -10,16 +11,20 @@ from jax import Array
 
 from moe_jax.engine.kv_cache import PagedKV
 from moe_jax.layers.attention import AttentionCall, GroupedQueryAttention, Implementation
-from moe_jax.layers.linear import Embedding, Linear, project
+from moe_jax.layers.linear import Embedding, Linear, project, row_implementation
 from moe_jax.layers.mlp import GatedMLP
 from moe_jax.layers.norm import Normed, RMSNorm
 from moe_jax.layers.rope import rope_tables
-from moe_jax.layers.router import Router
+from moe_jax.layers.router import KernelRouter, Router
 from moe_jax.models.config import DecoderConfig
 
 
 class Experts(Protocol):
-    """What serves the routed experts of a sparse layer; docs/architecture.md, "Model and experts"."""
+    """What serves the routed experts of a sparse layer; docs/architecture.md, "Model and experts".
+
+    An attribute `read_by_kernels` names those of its arguments "x" and "ids" which, of one row, kernels are the first
+    to read in a step; without it: none.
+    """
 
     def __call__(
         self,
@@ -31,8 +36,15 @@ class Experts(Protocol):
         live: Array,
         token_ids: Array,
         state: Any,
+        *,
+        residual: Array | None = None,
+        feeds_kernels: bool = False,
     ) -> tuple[Array, Any]:
-        """x [B*T, D], ids and weights [B*T, K], scores [B*T, E], live and token_ids [B*T] -> (y [B*T, D], state)."""
+        """x [B*T, D], ids and weights [B*T, K], scores [B*T, E], live and token_ids [B*T] -> (y [B*T, D], state).
+
+        y is float32; with `residual` [B*T, D], given only where `row_implementation` says that kernels serve its rows,
+        y is rounded to its dtype and added to it. feeds_kernels: of that sum, see `_compat.call`.
+        """
         ...
 
 
@@ -98,20 +110,31 @@ class DecoderLayer(nnx.Module):
         if isinstance(attention, GroupedQueryAttention):
             attention.feeds_kernels = reads_row
 
+    @property
+    def begins_with_kernels(self) -> bool:
+        """Whether kernels are the first to read the input of a layer of one row."""
+        attention, kind = self.attn, getattr(self.input_norm, "kind", None)
+        return isinstance(attention, GroupedQueryAttention) and attention.qkv.form is None and kind is not None
+
     def route(
-        self, x: Normed, live: Array, tokens: Array, experts: Experts, state: Any, capture: Capture
+        self, x: Normed, live: Array, tokens: Array, experts: Experts, state: Any, capture: Capture, **onward: Any
     ) -> tuple[Array, Any]:
-        """Sparse feed-forward of x [B, T, D]: (y [B, T, D], state)."""
+        """Sparse feed-forward of x [B, T, D]: (y [B, T, D], state); `onward`: keywords of `Experts`."""
         B, T, D = x.shape
         rows = Normed(x.x.reshape(B * T, D), x.norm)
         live, tokens = live.reshape(B * T), tokens.reshape(B * T)
+        # XLA may read what else is made of the rows, but for the sum with the residual nothing is.
+        read = getattr(experts, "read_by_kernels", frozenset()) if onward else frozenset()
         with jax.named_scope("router"):
-            ids, weights, scores = self.choose(rows, tokens)
+            if isinstance(self.router, KernelRouter):
+                ids, weights, scores = self.router(rows, read)
+            else:
+                ids, weights, scores = self.choose(rows, tokens)
         record(capture, f"router/{self.layer}/ids", ids)
         record(capture, f"router/{self.layer}/weights", weights)
         record(capture, f"router/{self.layer}/scores", scores)
         with jax.named_scope("experts"):
-            y, state = experts(self.moe_layer, rows.value(), ids, weights, scores, live, tokens, state)
+            y, state = experts(self.moe_layer, rows.value(), ids, weights, scores, live, tokens, state, **onward)
         x.keep(rows.value())
         return y.astype(x.dtype).reshape(B, T, D), state
 
@@ -147,12 +170,27 @@ class DecoderLayer(nnx.Module):
         return y, state
 
     def __call__(
-        self, x: Array, tokens: Array, kv: PagedKV, call: AttentionCall, experts: Experts, state: Any, capture: Capture
+        self,
+        x: Array,
+        tokens: Array,
+        kv: PagedKV,
+        call: AttentionCall,
+        experts: Experts,
+        state: Any,
+        capture: Capture,
+        *,
+        feeds_kernels: bool = False,
     ) -> tuple[Array, PagedKV, Any]:
-        """x [B, T, D] -> (x [B, T, D], kv, state)."""
+        """x [B, T, D] -> (x [B, T, D], kv, state). feeds_kernels: what comes next begins with kernels."""
         x, kv = self.attend(x, kv, call, capture, residual=x)
-        y, state = self.feed_forward(x, call.live, tokens, experts, state, capture)
-        return x + y, kv, state
+        B, T, D = x.shape
+        if self.router is None or self.shared is not None or capture is not None or row_implementation(B * T) == "xla":
+            y, state = self.feed_forward(x, call.live, tokens, experts, state, capture)
+            return x + y, kv, state
+        hidden = Normed(x, self.post_attention_norm)
+        onward = dict(residual=x.reshape(B * T, D), feeds_kernels=feeds_kernels)
+        x, state = self.route(hidden, call.live, tokens, experts, state, capture, **onward)
+        return x, kv, state
 
 
 def in_order(layers: nnx.Dict) -> Iterator[tuple[str, nnx.Module]]:
@@ -295,10 +333,12 @@ class Decoder(nnx.Module):
             x = self.enter(self.embed(tokens))
             cos, sin = self.rotary(positions)
         call = AttentionCall(positions, live, cos, sin, attention)
-        for index, layer in in_order(self.layers):
+        layers = list(in_order(self.layers))
+        for (index, layer), (_, following) in itertools.zip_longest(layers, layers[1:], fillvalue=(None, None)):
             record(capture, f"hidden/{index}", x)
+            feeds = following is not None and following.begins_with_kernels
             with jax.named_scope(f"layer_{index}"):
-                x, kv, state = layer(x, tokens, kv, call, experts, state, capture)
+                x, kv, state = layer(x, tokens, kv, call, experts, state, capture, feeds_kernels=feeds)
         if last_only:
             x = last_live(x, live)
         with jax.named_scope("final_norm"):

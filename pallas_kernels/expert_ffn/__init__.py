@@ -31,7 +31,7 @@ IMPLEMENTATIONS = ("pallas", "interpret", "xla")
 
 def expert_ffn_decode(
     x, rows, src, deposit, count, banks, pool, *, distinct, implementation, between=None, spec=SILU, fetch="xla",
-    staging=None,
+    staging=None, feeds_kernels=False,
 ):  # fmt: skip
     """See `decode.expert_ffn_decode` for the arguments; returns y [distinct, B, D] f32 and the banks, and `staging` if
     there is one.
@@ -55,6 +55,7 @@ def expert_ffn_decode(
         spec=spec,
         interpret=_interpret(implementation, spec),
         staging=staging,
+        feeds_kernels=feeds_kernels,
     )
 
 

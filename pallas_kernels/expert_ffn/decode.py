@@ -272,7 +272,7 @@ def decode_tiles(width: int, model: int, batch: int, itemsize: int = 2, spec=SIL
     return with_measured(decode_key(width, model, batch, itemsize, spec), formula)
 
 
-def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, between, spec, staging=None):
+def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, between, spec, feeds, staging=None):
     tiles = {name: dict(t) for name, t in tiles}
     batch, model = x.shape
     offload = pool is not None
@@ -344,18 +344,18 @@ def _run(x, rows, src, deposit, count, banks, pool, distinct, tiles, interpret, 
     banks = {**banks, **gate_up}
     if between is not None:
         banks = between(h, banks)
-    y, down = launch(_down_kernel, "down", h, jax.ShapeDtypeStruct(y_shape, jnp.float32), width, model)
+    y, down = launch(_down_kernel, "down", h, jax.ShapeDtypeStruct(y_shape, jnp.float32), width, model, feeds)
     y = y[:, None, :] if batch == 1 else y[:, :batch]
     banks = {**banks, **down}
     return (y, banks) if staging is None else (y, banks, replace(staging, rows=held))
 
 
-_run_cached = jax.jit(_run, static_argnums=(7, 8, 9, 10, 11))
+_run_cached = jax.jit(_run, static_argnums=(7, 8, 9, 10, 11, 12))
 
 
 def expert_ffn_decode(
     x, rows, src, deposit, count, banks, pool, *, distinct, between=None, spec=SILU, tiles=None, interpret=False,
-    staging=None,
+    staging=None, feeds_kernels=False,
 ):  # fmt: skip
     """Expert FFN of a few tokens through slots: every distinct expert on every token.
 
@@ -375,6 +375,7 @@ def expert_ffn_decode(
         weights [U, lanes, F / lanes], else [U, B or more, F].
       spec: `ExpertSpec` of which `without_kernel` says nothing.
       tiles: overrides of `decode_tiles` (for the benchmarks).
+      feeds_kernels: of y and what is read with it, see `_compat.call`.
       staging: `Staging` of rows of `pool`, of which the whole blocks in its prefix are read there; None: of none.
 
     Returns:
@@ -390,4 +391,6 @@ def expert_ffn_decode(
     static = resolve_tiles(default, tiles, width=width, model=model, least=_least_tile(batch))
     # With a hook the kernels are traced in place: what it does belongs to the caller's program.
     run = _run if between is not None else _run_cached
-    return run(x, rows, src, deposit, count, banks, pool, distinct, static, interpret, between, spec, staging)
+    return run(
+        x, rows, src, deposit, count, banks, pool, distinct, static, interpret, between, spec, feeds_kernels, staging
+    )

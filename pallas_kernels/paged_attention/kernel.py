@@ -67,9 +67,9 @@ def partial_tiles(queries, values, page_table) -> dict:
     if wide and group >= 64 and values.dtype.itemsize == 2 and programs > MULTIPROCESSORS // 2:
         many = formula | {"heads": 64}
         formula = many if shared_bytes(many, queries, values) <= room else formula
-    for stages in (3, 4):  # tiles on their way while another is worked on
-        more = formula | {"num_stages": stages}
-        formula = more if shared_bytes(more, queries, values) <= room else formula
+    # Tiles on their way while another is worked on: four were no faster than three (docs/measurements.md).
+    more = formula | {"num_stages": 3}
+    formula = more if shared_bytes(more, queries, values) <= room else formula
     return with_measured(partial_key(queries, values, page_table), formula)
 
 

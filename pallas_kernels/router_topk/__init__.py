@@ -16,7 +16,7 @@ __all__ = ["IMPLEMENTATIONS", "Routing", "route", "router_topk"]
 IMPLEMENTATIONS = ("pallas", "interpret", "xla")
 
 
-def route(logits, how: Routing, *, bias=None, implementation=None):
+def route(logits, how: Routing, *, bias=None, feeds_kernels=False, implementation=None):
     """The experts of each token and their weights, see `Routing`.
 
     Among equal scores the lower id comes first. A NaN score is never preferred to a number; if it is chosen all the
@@ -26,6 +26,7 @@ def route(logits, how: Routing, *, bias=None, implementation=None):
       logits: [T, E], any float dtype; computed in float32.
       how: `Routing`.
       bias: [E] f32 that takes part in the choice only, or None.
+      feeds_kernels: see `_compat.call`.
       implementation: see the module.
 
     Returns:
@@ -44,4 +45,4 @@ def route(logits, how: Routing, *, bias=None, implementation=None):
         bias = bias.astype(jnp.float32)
     if implementation == "xla":
         return ref.route(logits, bias, how)
-    return kernel.route(logits, bias, how, interpret=implementation == "interpret")
+    return kernel.route(logits, bias, how, feeds_kernels=feeds_kernels, interpret=implementation == "interpret")

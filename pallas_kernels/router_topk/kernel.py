@@ -108,8 +108,8 @@ def _power(x, p: float):
     return jnp.where(x == 0, 0.0, jnp.exp(p * jnp.log(x)))
 
 
-@functools.partial(jax.jit, static_argnames=("how", "interpret"))
-def route(logits, bias, how, *, interpret=False):
+@functools.partial(jax.jit, static_argnames=("how", "feeds_kernels", "interpret"))
+def route(logits, bias, how, *, feeds_kernels=False, interpret=False):
     """See `pallas_kernels.router_topk.route`."""
     tokens, experts = logits.shape
     rows = min(ROWS, next_power_of_2(tokens))
@@ -125,6 +125,7 @@ def route(logits, bias, how, *, interpret=False):
         num_warps=4 if rows > 1 else 1,
         num_stages=1,
         name="route",
+        feeds_kernels=feeds_kernels,
         interpret=interpret,
     )(logits, *(() if bias is None else (bias,)))
 

@@ -23,6 +23,8 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton
 
 from host_offload.policy import PolicySet, get_policy, is_elementwise, list_policies
+from pallas_kernels.combine import combine
+from pallas_kernels.combine.arg_specs import ARG_SPECS as COMBINE_SPECS
 from pallas_kernels.dequant_gemm import dequant_gemm
 from pallas_kernels.dequant_gemm.arg_specs import ARG_SPECS, ROWS
 from pallas_kernels.expert_ffn import SILU, ExpertSpec, expert_ffn_decode, expert_ffn_round
@@ -415,6 +417,19 @@ def test_turn_heads_at_real_shapes(spec, B, dtype):
     heads = some(B, spec.N * spec.step + 2 * spec.G, spec.H)
     kernels = lower(run, heads, pool, pool, arrays(B, 512), arrays(B), arrays(B), table, table, *weights)
     assert [name for name, _ in kernels] == ["turn_heads"]
+    check_offsets(kernels)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("spec", COMBINE_SPECS, ids=lambda spec: spec.model)
+def test_combine_at_real_shapes(spec, dtype):
+    def run(*args):
+        return combine(*args, implementation="pallas")
+
+    y, weights = arrays(spec.K, 1, spec.D, dtype=jnp.float32), arrays(1, spec.K, dtype=jnp.dtype(spec.weights))
+    live, residual = arrays(1, dtype=jnp.bool_), arrays(1, spec.D, dtype=jnp.dtype(dtype))
+    kernels = lower(run, y, arrays(1, spec.K), weights, live, residual)
+    assert [name for name, _ in kernels] == ["combine"]
     check_offsets(kernels)
 
 

@@ -243,16 +243,17 @@ def test_programs_of_the_formula():
         together = 2 if REAL[model][3] <= 128 else 1
         assert together * (1024 + kernel.shared_bytes(tiles, *shapes(model)[:2])) <= 228 * 1024
     assert found == {
-        "qwen3-30b-a3b": (16, 64, 4),
-        "olmoe": (16, 16, 4),
-        "mixtral": (16, 32, 4),
-        "gpt-oss": (16, 32, 4),
-        "qwen3.5-35b-a3b": (16, 64, 4),
+        "qwen3-30b-a3b": (16, 64, 3),
+        "olmoe": (16, 16, 3),
+        "mixtral": (16, 32, 3),
+        "gpt-oss": (16, 32, 3),
+        "qwen3.5-35b-a3b": (16, 64, 3),
         "deepseek-v2-lite": (16, 128, 3),
         "deepseek-v3": (64, 64, 2),
     }
     # As the compiler counts them; products of 64 rows need no more.
-    assert kernel.shared_bytes(kernel.partial_tiles(*shapes("olmoe")), *shapes("olmoe")[:2]) == 104448
+    four = kernel.partial_tiles(*shapes("olmoe")) | {"num_stages": 4}
+    assert kernel.shared_bytes(four, *shapes("olmoe")[:2]) == 104448
     assert kernel.partial_tiles(*shapes("deepseek-v3", dtype=jnp.float32))["heads"] == 16
     assert kernel.partial_tiles(*shapes("deepseek-v3", tokens=2048))["heads"] == 16
     assert kernel.partial_tiles(*shapes("deepseek-v3", tokens=2048, B=2))["heads"] == 64

@@ -1,16 +1,16 @@
 """DBRX: the shared decoder with layer norms, clipped projections and a router normalised by a p-norm."""
 
 from flax import nnx
-from jax import Array
 
 from moe_jax.layers.attention import GroupedQueryAttention
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import LayerNorm
+from moe_jax.layers.router import KernelRouter
 from moe_jax.models.decoder import Decoder
-from pallas_kernels.router_topk import Routing, route
+from pallas_kernels.router_topk import Routing
 
 
-class PNormRouter(nnx.Module):
+class PNormRouter(KernelRouter):
     """Softmax over all E experts in the compute dtype, the K largest, divided by their p-norm (p None: not divided)."""
 
     def __init__(self, features: int, num_experts: int, k: int, dtype, *, p: float | None, std: float, rngs: nnx.Rngs):
@@ -18,9 +18,8 @@ class PNormRouter(nnx.Module):
         self.k = k
         self.p = p
 
-    def __call__(self, x: Array) -> tuple[Array, Array, Array]:
-        """x [T, D] -> ids [T, K] int32 by descending weight, weights [T, K] in x's dtype, scores [T, E] float32."""
-        return route(self.gate(x), Routing(self.k, rounded=x.dtype.name, norm=self.p, weights=x.dtype.name))
+    def routing(self, dtype) -> Routing:
+        return Routing(self.k, rounded=dtype.name, norm=self.p, weights=dtype.name)
 
 
 class DbrxForCausalLM(Decoder):

@@ -52,9 +52,19 @@ class HyperLayer(DecoderLayer):
         return super().choose(rows, tokens)
 
     def __call__(
-        self, x: Array, tokens: Array, kv: PagedKV, call: AttentionCall, experts: Experts, state: Any, capture: Capture
+        self,
+        x: Array,
+        tokens: Array,
+        kv: PagedKV,
+        call: AttentionCall,
+        experts: Experts,
+        state: Any,
+        capture: Capture,
+        *,
+        feeds_kernels: bool = False,
     ) -> tuple[Array, PagedKV, Any]:
-        """Streams x [B, T, n, D] -> (streams, kv, state)."""
+        """Streams x [B, T, n, D] -> (streams, kv, state); XLA writes them, so nothing feeds kernels."""
+        del feeds_kernels
         with jax.named_scope("streams"):
             collapsed, post, matrix = self.attn_streams.read(x)
         attended, kv = self.attend(collapsed, kv, call, capture)

@@ -1,28 +1,27 @@
 """gpt-oss: the shared decoder with attention sinks, biases, and a router that weighs the chosen experts only."""
 
 from flax import nnx
-from jax import Array
 
 from moe_jax.layers.attention import GroupedQueryAttention
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.norm import WideRMSNorm
+from moe_jax.layers.router import KernelRouter
 from moe_jax.models.decoder import Decoder
-from pallas_kernels.router_topk import Routing, route
+from pallas_kernels.router_topk import Routing
 
 
-class TopKSoftmaxRouter(nnx.Module):
-    """The K largest logits of a projection with bias; the weights are their softmax."""
+class TopKSoftmaxRouter(KernelRouter):
+    """The K largest logits of a projection with bias; the weights are their softmax.
+
+    The scores are the softmax over all experts: what traces and policies see.
+    """
 
     def __init__(self, features: int, num_experts: int, k: int, dtype, *, std: float, rngs: nnx.Rngs):
         self.gate = Linear(features, num_experts, dtype, bias=True, packs=False, std=std, rngs=rngs)
         self.k = k
 
-    def __call__(self, x: Array) -> tuple[Array, Array, Array]:
-        """x [T, D] -> ids [T, K] int32 by descending weight, weights [T, K] in x's dtype, scores [T, E] float32.
-
-        The scores are the softmax over all experts: what traces and policies see.
-        """
-        return route(self.gate(x), Routing(self.k, over_chosen=True, weights=x.dtype.name))
+    def routing(self, dtype) -> Routing:
+        return Routing(self.k, over_chosen=True, weights=dtype.name)
 
 
 class GptOssForCausalLM(Decoder):

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from host_offload.store import ExpertStore
+from host_offload.transport.base import joined
 from moe_jax.checkpoint.loading import load_params
 from moe_jax.checkpoint.reader import Checkpoint
 from moe_jax.engine.kv_cache import PageAllocator, PagedKV
@@ -27,7 +28,7 @@ def dense_experts(slabs: dict[str, list[jax.Array]], spec: ExpertSpec) -> Callab
     Its state counts the calls, which shows that the model threads it through.
     """
 
-    def experts(layer, x, ids, weights, scores, live, token_ids, state):
+    def experts(layer, x, ids, weights, scores, live, token_ids, state, **onward):
         def bias(name):
             return slabs[f"{name}_bias"][layer] if spec.biases else 0
 
@@ -41,7 +42,7 @@ def dense_experts(slabs: dict[str, list[jax.Array]], spec: ExpertSpec) -> Callab
             hidden = jax.nn.silu(gate) * up
         outputs = jnp.einsum("tef,edf->ted", hidden, down) + bias("down")  # [T, E, D]
         chosen = jnp.take_along_axis(outputs, ids[:, :, None], axis=1)  # [T, K, D]
-        return jnp.sum(chosen * weights[:, :, None], axis=1), state + 1
+        return joined(jnp.sum(chosen * weights[:, :, None], axis=1), **onward), state + 1
 
     return experts
 
