@@ -301,9 +301,14 @@ def show(results, failed, nbytes: int) -> None:
     for name in ("us", "least", "most", "GB/s or TFLOP/s", "error", "tiles"):
         out.add_column(name, justify="left" if name == "tiles" else "right")
     for tiles, row in results:
-        rate = row["gbps"] if nbytes else row["tflops"]
+        rate = row["gbps"] if nbytes else row["tflops"]  # None of data that lie in a cache
         figures = [f"{row[name]:.1f}" for name in ("us", "us_least", "us_most")]
-        out.add_row(*figures, f"{rate:,.0f}", f"{row['error']:.0e}", json.dumps(tiles) if tiles else "default")
+        out.add_row(
+            *figures,
+            "-" if rate is None else f"{rate:,.0f}",
+            f"{row['error']:.0e}",
+            json.dumps(tiles) if tiles else "default",
+        )
     console.print(out)
     for tiles, why in failed:
         console.print(f"{json.dumps(tiles)}: {why}", style="red", markup=False)

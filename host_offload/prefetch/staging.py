@@ -254,8 +254,9 @@ class StagingShutOff:
     Args: L layers; enabled False: always on.
     """
 
-    # On an H200 a copy of 1.8 MB takes 46 us alone, and a chain of kernels of 69 us took 76.8 with it beside: a used
-    # row saves 46 us, each row costs 8, and the two are equal where one in six is used.
+    # Estimated from kernels alone on an H200: a copy of 1.8 MB takes 46 us, and a chain of kernels of 69 us took 76.8
+    # with it beside, so the two are equal where one in six is used. In a whole step a row cost 23 us and a used one
+    # saved 18 (docs/measurements.md): whether staging pays at all is for the clock to say (`TimeTrial`).
     LEAST_USEFUL = 1 / 6
     # Rows that a verdict needs, and that it looks back on.
     LEAST, WINDOW = 64, 256

@@ -61,7 +61,7 @@ class Transport(abc.ABC):
     # rows leaves slots, policy and counters as they are.
     runs_ahead = False
     scripted = False  # whether a run needs its steps told ahead of time
-    watches = False  # whether `decoded` wants to know of calls of decode and their routing
+    watches = False  # whether `decoded` wants to know of calls of decode
     changed = False  # whether `operands` has news for the next call of a program
     prefetch_bytes = 0  # device memory for what is fetched ahead, beside the banks
 
@@ -210,6 +210,10 @@ class Transport(abc.ABC):
 
     def choose_program(self) -> str | None:  # noqa: B027
         """Which decode program the call that begins now runs, for `bind`; None if there is one alone."""
+
+    def reads_routing(self, program) -> bool:
+        """Whether `decoded` wants the routing of calls of that decode program."""
+        return False
 
     def decode_options(self, program) -> dict | None:  # noqa: B027
         """Of XLA for a decode program: {name: value}."""

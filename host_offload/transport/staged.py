@@ -6,8 +6,9 @@ the prediction and on the staging rows alone, so it runs beside the attention an
 link is idle. The expert kernels of the next layer take a missing expert's first blocks from there and the others from
 the pool: the same bytes, deposited in the same slots. Plan, policy and counters know nothing of it.
 
-There are two decode programs, with and without all this, for even what stages nothing takes time; which one runs is
-decided between calls, by the clock (`prefetch/time_trial.py`).
+There are two decode programs, with and without all this, for even what stages nothing takes time, and so does the
+routing that is handed out for the predictor to learn from. Which one runs is decided between calls, by the clock
+(`prefetch/time_trial.py`); while nothing is staged nothing is learned.
 
 No host takes part in a step. The prediction is traced (`prefetch/staging.py`): tables, counts and the rule which layers
 stage are values that the host hands over between the calls, learned from the routing that they return.
@@ -62,7 +63,7 @@ class StagedTransport(GraphTransport):
       for a predictor that cannot run in a compiled step.
     """
 
-    watches = True  # `decoded` wants the routing of every step
+    watches = True
 
     def __init__(self, *args, prefetch, **kwargs):
         super().__init__(*args, **kwargs)
@@ -100,8 +101,11 @@ class StagedTransport(GraphTransport):
         return self.settings.rows * sum(self.spec.nbytes(name) for name in self._covered)
 
     def choose_program(self):
-        """`STAGING`, or `PLAIN` while there is nothing to predict from, or where the time trial wants it."""
-        return STAGING if self._predictor.ready and self.trial.choose() else PLAIN
+        """`STAGING`, also to learn while there is nothing to predict from; `PLAIN` where the time trial wants it."""
+        return STAGING if not self._predictor.ready or self.trial.choose() else PLAIN
+
+    def reads_routing(self, program):
+        return program == STAGING
 
     def decode_options(self, program):
         """On a GPU independent kernels of a step run side by side: one after the other, each copy adds its whole time
@@ -170,19 +174,22 @@ class StagedTransport(GraphTransport):
 
         Args:
           report: what `report` named, as NumPy arrays.
-          ids: [steps, layers, B, K] of the layers that a decode step runs; good: [steps, B] bool, the live rows.
+          ids: [steps, layers, B, K] of the layers that a decode step runs, None of `PLAIN`; good: [steps, B] bool, the
+            live rows.
         """
         counts, waiting = report
         self._waiting = int((waiting >= 0).sum())
         self.books.add(counts)
-        steps = len(ids)
-        need = np.zeros((steps, self.spec.L, self.spec.E), bool)
-        step, row = np.nonzero(good)
-        layers = np.arange(self._first, self.spec.L)
-        need[step[:, None, None], layers[None, :, None], ids[step, :, row]] = True
-        learned = self._predictor.passed(need)
-        self.changed |= self.shutoff.tell(counts, steps) | learned
-        self.trial.tell(call.program == STAGING, call.seconds, call.steps, call.misses, call.timed)
+        predicted = self._predictor.ready
+        if ids is not None:
+            need = np.zeros((call.steps, self.spec.L, self.spec.E), bool)
+            step, row = np.nonzero(good)
+            layers = np.arange(self._first, self.spec.L)
+            need[step[:, None, None], layers[None, :, None], ids[step, :, row]] = True
+            self.changed |= self._predictor.passed(need)
+        self.changed |= self.shutoff.tell(counts, call.steps)
+        if predicted:
+            self.trial.tell(call.program == STAGING, call.seconds, call.steps, call.misses, call.timed)
 
     def close(self):
         if self._predictor is not None:

@@ -297,12 +297,12 @@ class Run:
         """Starts a jit call of the decode loop, which `_finish` ends."""
         engine, transport = self.engine, self.engine.transport
         loop = self._loop if self._ahead else replace(self._loop, live=jnp.asarray(self.live))
-        K = engine.cfg.num_experts_per_tok
+        K, program = engine.cfg.num_experts_per_tok, transport.choose_program()
         static = {
             "steps": engine.call_steps,
             "attention": engine.attention(self.rows, 1),
-            "routing": (self._decoder_layers, K) if self._record or transport.watches else None,
-            "program": transport.choose_program(),
+            "routing": (self._decoder_layers, K) if self._record or transport.reads_routing(program) else None,
+            "program": program,
             **choice,
         }
         first = self._clock is None
@@ -316,7 +316,7 @@ class Run:
         compiling = engine.programs.compile_seconds - compiled
         self._clock += compiling
         self._disturbed |= first or compiling > 0
-        self._begun.append((static["program"], results))
+        self._begun.append((program, results))
 
     def _finish(self, unwanted=False):
         """Waits for the oldest call under way: new ids [B, n] of its good steps, and what ended it early or None.
@@ -344,7 +344,8 @@ class Run:
         if transport.watches:
             timed = steps == engine.call_steps and not self._disturbed
             call = DecodeCall(program, seconds, steps, int(counters[:, MISSES].sum()), timed)
-            transport.decoded(call, results["report"], routed[0][:steps], good.T[:steps])
+            ids = routed[0][:steps] if transport.reads_routing(program) else None
+            transport.decoded(call, results["report"], ids, good.T[:steps])
             engine.follow_transport()
         self._step += done
         self._disturbed = False

@@ -118,17 +118,22 @@ def _split(refs, parts, offload, staged) -> _Refs:
     return _Refs(operand, rows, src, deposit, count, banks, pools, ids, held, refs[0], refs[1 : 1 + parts])
 
 
-def _from_row(refs, u, in_prefix, use):
-    """Calls `use(row tensors, row, deposit targets or None, missing, ...)` with a resident expert's bank row, else the
-    staging row that holds it, if the block is `in_prefix`, else the pool's.
+def _if_needed(refs, u, in_prefix, use):
+    """Calls `use(row tensors, row, deposit targets or None, missing, ...)` if there is a u-th expert: with its bank row
+    if it is resident, else the staging row that holds it, if the block is `in_prefix`, else the pool's.
 
     The row tensors are the weights and, if any, their bias.
     """
-    row = refs.rows[u]
+    # Asked for together, whether or not there is such an expert: one wait in place of two.
+    row, src, count = refs.rows[u], None if refs.src is None else refs.src[u], refs.count[0]
+    pl.when(u < count)(lambda: _from_row(refs, u, row, src, in_prefix, use))
+
+
+def _from_row(refs, u, row, src, in_prefix, use):
+    """As `_if_needed` of an expert that there is."""
     if refs.pools is None:
         use(refs.banks, row, None, False)
         return
-    src = refs.src[u]
 
     @pl.when(src < 0)
     def _resident():
@@ -175,25 +180,23 @@ def _gate_up_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, staged,
     refs = _split(refs, parts, offload, staged)
     u, j = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(u < refs.count[0])
-    def _():
-        def use(tensors, row, targets, missing, **deposit):
-            first = j * block_out
-            outs = [(start, block_out) for start in ((first, n_out + first) if spec.gated else (first,))]
-            operands = (spec.gate_up, refs.operand, None, tensors, row, outs, n_in, targets, missing)
-            products = _outputs(*operands, n_out=n_out, tile=tile, batch=batch, **deposit)
-            h = spec.activate(*products).astype(dtype).astype(refs.out.dtype)
-            cols = pl.ds(j * block_out, block_out)
-            if batch > 1:
-                place = refs.out.at[u, pl.ds(0, batch), cols]
-            elif isinstance(spec.down, Dense):
-                place = refs.out.at[u, cols]
-            else:  # as the down projection reads it
-                columns = j * block_out + jnp.arange(block_out, dtype=jnp.int32)
-                place = refs.out.at[(u, *packed.lane_place(columns, spec.down))]
-            store(place, h)
+    def use(tensors, row, targets, missing, **deposit):
+        first = j * block_out
+        outs = [(start, block_out) for start in ((first, n_out + first) if spec.gated else (first,))]
+        operands = (spec.gate_up, refs.operand, None, tensors, row, outs, n_in, targets, missing)
+        products = _outputs(*operands, n_out=n_out, tile=tile, batch=batch, **deposit)
+        h = spec.activate(*products).astype(dtype).astype(refs.out.dtype)
+        cols = pl.ds(j * block_out, block_out)
+        if batch > 1:
+            place = refs.out.at[u, pl.ds(0, batch), cols]
+        elif isinstance(spec.down, Dense):
+            place = refs.out.at[u, cols]
+        else:  # as the down projection reads it
+            columns = j * block_out + jnp.arange(block_out, dtype=jnp.int32)
+            place = refs.out.at[(u, *packed.lane_place(columns, spec.down))]
+        store(place, h)
 
-        _from_row(refs, u, (j + 1) * block_out <= staged, use)
+    _if_needed(refs, u, (j + 1) * block_out <= staged, use)
 
 
 def _down_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, staged, parts, spec, dtype):
@@ -201,16 +204,14 @@ def _down_kernel(*refs, batch, n_in, n_out, block_out, tile, offload, staged, pa
     refs = _split(refs, parts, offload, staged)
     u, j = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(u < refs.count[0])
-    def _():
-        def use(tensors, row, targets, missing, **deposit):
-            outs = [(j * block_out, block_out)]
-            operands = (spec.down, refs.operand, u, tensors, row, outs, n_in, targets, missing)
-            (y,) = _outputs(*operands, n_out=n_out, tile=tile, batch=batch, **deposit)
-            cols = pl.ds(j * block_out, block_out)
-            store(refs.out.at[u, cols] if batch == 1 else refs.out.at[u, pl.ds(0, batch), cols], y)
+    def use(tensors, row, targets, missing, **deposit):
+        outs = [(j * block_out, block_out)]
+        operands = (spec.down, refs.operand, u, tensors, row, outs, n_in, targets, missing)
+        (y,) = _outputs(*operands, n_out=n_out, tile=tile, batch=batch, **deposit)
+        cols = pl.ds(j * block_out, block_out)
+        store(refs.out.at[u, cols] if batch == 1 else refs.out.at[u, pl.ds(0, batch), cols], y)
 
-        _from_row(refs, u, (j + 1) * block_out <= staged, use)
+    _if_needed(refs, u, (j + 1) * block_out <= staged, use)
 
 
 def _least_tile(batch: int) -> int:

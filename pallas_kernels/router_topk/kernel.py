@@ -14,6 +14,9 @@ from pallas_kernels._compat import call, cdiv, load, next_power_of_2, pl, store
 
 # Rows a program: enough work for long prefills, one program for a decode step.
 ROWS = 16
+MAGNITUDE = 0x7FFFFFFF  # all bits of a float32 but the sign
+LOWEST = -0x7F800001  # the key of -inf
+ZERO = -0x80000000  # the bits of -0, the least integer
 
 
 def _largest(scores, free, e, last, k):
@@ -22,14 +25,26 @@ def _largest(scores, free, e, last, k):
     NaN loses against every number, as an id must still come out; the value that is returned is then -inf. e: [E'] ids;
     `last` is given where nothing is free.
     """
-    left = jnp.where(scores == scores, scores, -jnp.inf)
+    # By integers: a warp has one instruction for their maximum, and five shuffles for that of floats.
+    left = _key(jnp.where(scores == scores, scores, -jnp.inf))
     found = []
     for _ in range(k):
-        best = jnp.max(jnp.where(free, left, -jnp.inf), axis=1)
+        best = jnp.max(jnp.where(free, left, LOWEST), axis=1)
         chosen = jnp.min(jnp.where(free & (left == best[:, None]), e[None, :], last), axis=1)
         free = free & (e[None, :] != chosen[:, None])
-        found.append((best, chosen))
+        found.append((_value(best), chosen))
     return found
+
+
+def _key(x):
+    """int32 that orders as float32 x does; -0 is +0, NaN is above or below all numbers."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return bits ^ ((bits >> 31) & MAGNITUDE)
+
+
+def _value(key):
+    """float32 of `_key`."""
+    return jax.lax.bitcast_convert_type(key ^ ((key >> 31) & MAGNITUDE), jnp.float32)
 
 
 def _tile(tokens, experts, rows):
@@ -52,7 +67,7 @@ def _scores(logits, inside, score):
     """Scores of logits [rows, E'] f32, 0 outside."""
     if score == "softmax":
         # The largest number; a NaN or +inf makes the sum NaN, and so the row, as in jax.nn.softmax.
-        top = jnp.max(jnp.where(inside, logits, -jnp.inf), axis=1)
+        top = _value(jnp.max(jnp.where(inside, _key(logits), LOWEST), axis=1))
         power = jnp.where(inside, jnp.exp(logits - top[:, None]), 0.0)
         return power / jnp.sum(power, axis=1)[:, None]
     if score == "sigmoid":
@@ -83,7 +98,9 @@ def _route_kernel(*refs, tokens, experts, rows, how, biased):
         free = picked & inside
     ids = [chosen for _, chosen in _largest(values, free, e, experts - 1, how.k)]
     # What was chosen, not the maximum: a NaN stays one.
-    weights = [jnp.sum(jnp.where(e[None, :] == chosen[:, None], values, 0.0), axis=1) for chosen in ids]
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    weights = [jnp.max(jnp.where(e[None, :] == chosen[:, None], bits, ZERO), axis=1) for chosen in ids]
+    weights = [jax.lax.bitcast_convert_type(value, jnp.float32) for value in weights]
     if how.over_chosen:
         weights = [jnp.exp(value - weights[0]) for value in weights]
         total = functools.reduce(jnp.add, weights)

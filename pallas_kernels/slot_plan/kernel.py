@@ -22,6 +22,15 @@ def _count(mask):
     return jnp.sum(mask.astype(jnp.int32))
 
 
+def _counts(*masks):
+    """How many of each of up to three masks [n] are true: in one sum, whose barriers cost more than it does, where n
+    has no more than ten bits."""
+    if masks[0].shape[0] >= 1024:
+        return [_count(mask) for mask in masks]
+    total = jnp.sum(sum(mask.astype(jnp.int32) << (10 * i) for i, mask in enumerate(masks)))
+    return [(total >> (10 * i)) & 1023 for i in range(len(masks))]
+
+
 def _retention_key(priority):
     """int32 that orders as float32 `priority` does: -0 equals +0, NaN is below -inf; as in `host_offload/plan.py`."""
     bits = jax.lax.bitcast_convert_type(priority, jnp.int32)
@@ -80,6 +89,8 @@ def _plan_kernel(*refs, layer, layers, experts, rows, pairs, policy, tree, is_ta
     ids = load(ids_ref.at[p], mask=p < pairs, other=-1)
     alive = load(live_ref.at[p], mask=p < pairs, other=0) != 0
     slot = load(slot_ref.at[base + e], mask=e < experts, other=-1)
+    # Asked for with the rest: after the barriers below each would be waited for by itself.
+    n_total, hits, misses = resident_ref[0], counters_ref[layer * 4], counters_ref[layer * 4 + 1]
     if policy:
         tables = iter(tables)
         outs = tuple(next(tables) if table else None for table in is_table)
@@ -88,9 +99,10 @@ def _plan_kernel(*refs, layer, layers, experts, rows, pairs, policy, tree, is_ta
     same = ids[:, None] == e[None, :]
     need = jnp.max((same & alive[:, None]).astype(jnp.int32), axis=0) > 0
     miss = need & (slot < 0)
-    n_need, n_miss = _count(need), _count(miss)
+    n_need, n_miss, n_held = _counts(need, miss, slot >= 0)
     # Needed experts ascending, then the others: a permutation, so that scattered stores need no mask.
-    entry = jnp.where(need, jnp.cumsum(need.astype(jnp.int32)) - 1, n_need + jnp.cumsum((~need).astype(jnp.int32)) - 1)
+    before = jnp.cumsum(need.astype(jnp.int32))  # and itself
+    entry = jnp.where(need, before - 1, n_need + e - before)
 
     # Entry of each (token, k) pair: where its expert stands in the ascending list of distinct experts.
     at_pair = jnp.sum(jnp.where(same, entry[None, :], 0), axis=1)
@@ -98,11 +110,10 @@ def _plan_kernel(*refs, layer, layers, experts, rows, pairs, policy, tree, is_ta
     count_ref[0] = n_need
     store(src_ref.at[entry], jnp.where(miss, e, -1))
 
-    n_total = resident_ref[0]
-    n_resident = jnp.where(global_scope, n_total, _count(slot >= 0))
+    n_resident = jnp.where(global_scope, n_total, n_held)
     n_drop = jnp.maximum(n_resident + n_miss - capacity, 0)
-    counters_out[layer * 4] = counters_ref[layer * 4] + n_need - n_miss
-    counters_out[layer * 4 + 1] = counters_ref[layer * 4 + 1] + n_miss
+    counters_out[layer * 4] = hits + n_need - n_miss
+    counters_out[layer * 4 + 1] = misses + n_miss
     changes = n_miss + n_drop > 0
 
     @pl.when(~changes)
