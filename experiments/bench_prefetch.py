@@ -9,7 +9,7 @@ token replays requests of it (`MoE.replay`). Without one, a real model (default:
 prompts of its own, and these runs are replayed: only then are there hidden states that its routers can guess from, so
 the predictors gate-1 to gate-3 need that. Predictors learn from other requests than those that are replayed. Every run
 begins with an empty cache and the same knowledge. In the first runs of each setting the shut-off makes its trials ("at
-first"), until it has a verdict for every layer whose events copy, or `TRIALS` times; the timed ones begin with these.
+first"), until the clock has judged, or `TRIALS` times; the timed ones begin with its verdicts.
 `none` is measured first and last. Fails (exit 1) if tokens or hits differ anywhere.
 
 With --transport device the prediction and the copies are part of the compiled step. Whether a row came in time cannot
@@ -51,7 +51,7 @@ started = time.perf_counter()
 PREDICTORS = "request-counts,static-frequency,eamc-mean,temporal,cross-layer,cross-layer+temporal"
 TRANSPORTS = ("callback", "device")
 ORACLE = "oracle"
-TRIALS = 8
+TRIALS = 16
 PROMPTS = (
     "Once upon a time there was a poor woodcutter",
     "To make a good soup, take",
@@ -105,23 +105,22 @@ class Verdicts:
     """What the shut-offs of a transport find in the run that comes."""
 
     def __init__(self, transport):
-        staged = transport.name == "device"
-        self._owner, self._names = (
-            (transport, ("shutoff", "trial")) if staged else (transport._prefetcher, ("shutoffs",))
-        )
-        self._found = [getattr(self._owner, name) for name in self._names]
-        self._timed = [transport.trial] if staged else self._found[0]
+        self._places = [
+            (transport, "trial"),
+            (transport, "shutoff") if transport.name == "device" else (transport._prefetcher, "shutoffs"),
+        ]
+        self._found = [getattr(owner, name) for owner, name in self._places]
 
     def take(self, other: "Verdicts"):
         """Begins with what `other` found."""
-        self._found, self._timed = copy.deepcopy((other._found, other._timed))
-        for name, found in zip(self._names, self._found, strict=True):
-            setattr(self._owner, name, found)
+        self._found = copy.deepcopy(other._found)
+        for (owner, name), found in zip(self._places, self._found, strict=True):
+            setattr(owner, name, found)
 
     @property
     def decided(self) -> bool:
-        """Whether there is a verdict: of every layer, or of all of them together where only that can be timed."""
-        return all(one.decided for one in self._timed)
+        """Whether the clock has judged."""
+        return self._found[0].decided
 
 
 def measure(moe: MoE, trace: Trace, prompts, predictor: str, share: float, seen: Experience, repeats: int) -> Run:
@@ -183,13 +182,12 @@ HEADINGS = ("share", "predictor", "at first", "ms/token", "repeats", "against no
 
 
 def stages(row: dict) -> str:
-    """How many layers prefetch, or in `device` that the whole of it is off."""
+    """How many layers prefetch, or that the whole of it is off."""
     ahead = row["prefetch"]
     if ahead is None:
         return "-"
-    trial = ahead.get("trial")
-    if trial is not None and trial["state"] != "on":
-        return trial["state"]
+    if ahead["trial"]["state"] != "on":
+        return ahead["trial"]["state"]
     return f"{row['layers_on']} of {len(ahead['layers'])}"
 
 

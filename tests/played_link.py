@@ -96,6 +96,7 @@ class PlayedRun:
         self.misses = self.demanded = 0
         self.awake = False
         self.asks = lambda: True  # whether the event decides on what comes
+        self.rests = lambda number: False  # whether the prefetcher sees nothing of the step
 
     def run(self, reads=()):
         """Serves the trace; [steps] float seconds."""
@@ -106,7 +107,9 @@ class PlayedRun:
         seconds = []
         for number, step in enumerate(steps):
             began = self.lane.now
-            self.awake = self.prefetcher is not None and self.prefetcher.wakes()
+            self.resting = self.rests(number)
+            if self.prefetcher is not None:
+                self.awake = self.prefetcher.rest() if self.resting else self.prefetcher.wakes()
             for layer in range(L):
                 self._event(layer, step, np.int32(number * L + layer))
             seconds.append(self.lane.now - began)
@@ -122,7 +125,7 @@ class PlayedRun:
         self.misses += len(missing)
         self.demanded += len(ready)
         listed, scores = np.flatnonzero(need), step.scores[layer]
-        if prefetcher is not None and not self.awake:
+        if prefetcher is not None and not self.awake and not self.resting:
             prefetcher.note(layer, listed)
         if self.awake:
             prefetcher.wait(None)

@@ -116,6 +116,10 @@ class LivePredictor:
             at = {"first": layer == first, "last": layer == self._seen.L - 1}
             self.observe(layer, need[-1, layer], scores, np.int32(t + layer), **at)
 
+    def pass_steps(self, count):
+        """So many decode steps passed of which nothing is known."""
+        self._at += count
+
     def _read_script(self, layer):
         if self._at >= len(self._script):
             raise ValueError(f"the recorded run has {len(self._script)} steps, and this is one more")

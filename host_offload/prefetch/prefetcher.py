@@ -105,19 +105,48 @@ class Prefetcher:
         self.asleep, self._steps_left, self._nap, self._slept = False, 0, NAP, 0
         self._steps, self._asked = 0, [0] * spec.L  # decode steps so far; at which one a layer was asked for last
         self._noted: list[tuple] = []  # events of this sleep
+        self._rested: int | None = None  # steps that passed by since `rest`; None: the last one did not
 
     # ----------------------------------------------------------------------------------------------------------- events
 
     def begin(self, script=None):
         """A run begins, see `LivePredictor.begin`. What the reserve holds stays: it may be used."""
+        self._end_rest()
         self.catch_up()
         self._take_noted()
         self._noted = []  # of a step that did not end
         self._pause()
         self._live.begin(script)
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to predict from."""
+        return self._live.ready
+
+    def rest(self) -> bool:
+        """A decode step begins of which the prefetcher sees nothing: False, as of `wakes`."""
+        if self._rested is None:
+            self.catch_up()
+            self._take_noted()
+            self.drop()
+            self._rested = 0
+        self._rested += 1
+        return False
+
+    def _end_rest(self):
+        """Takes up again after steps that it knows nothing of but their number."""
+        if self._rested is None:
+            return
+        rested, self._rested = self._rested, None
+        self._step += rested
+        self._live.pass_steps(rested)
+        if rested > AWAKE_MOST:  # the times of before are of another stretch of the run
+            for shutoff in self.shutoffs:
+                shutoff.wake()
+
     def wakes(self) -> bool:
         """A decode step begins: whether its events are to be served; else `note` is all that they need."""
+        self._end_rest()
         self._steps_left -= 1
         watched = range(self.spec.L)[self._watched]
         if self.asleep:

@@ -1,13 +1,16 @@
-"""Whether prefetch in the `device` transport pays, by the clock: calls of decode with and without it, in turn.
+"""Whether prefetch pays, by the clock: calls of decode with and without it, in turn.
 
-What a row that came ahead saves and what its copy costs the kernels beside it cannot be seen within a compiled step.
-But the same model runs the same steps with and without: seconds a step = a + b * misses a step + d * staged, fitted by
-least squares to the calls of a trial, and d is what prefetch costs.
+What a row that came ahead saves, and what its copy and the host's decision cost the kernels beside them, cannot be seen
+within a step, or only with errors that add up over its layers. But the same model runs the same steps with and without:
+seconds a step = a + b * misses a step + d * staged, fitted by least squares to the calls of a trial, and d is what
+prefetch costs.
 """
 
 import numpy as np
 
 TRIAL, ON, OFF = "trial", "on", "off"
+# Calls of decode, and their programs where they are not the same.
+STAGING, PLAIN = "staging", "plain"
 
 
 class TimeTrial:

@@ -188,7 +188,7 @@ class Transport(abc.ABC):
         }
 
     @abc.abstractmethod
-    def begin(self, state):
+    def begin(self, state, program=None):
         """Zeroes the counters (traced, at the start of a jitted call)."""
 
     def counters(self, state):  # noqa: B027

@@ -82,7 +82,7 @@ class CallbackTransport(Transport):
     def tables(self, state):
         return self._slot_of.copy(), self._owner.copy()
 
-    def begin(self, state):
+    def begin(self, state, program=None):
         return state
 
     def read_counters(self, state):

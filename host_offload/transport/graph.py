@@ -90,7 +90,7 @@ class GraphTransport(Transport):
     def read_counters(self, counters):
         return np.asarray(counters)
 
-    def begin(self, state):
+    def begin(self, state, program=None):
         return replace(state, counters=jnp.zeros_like(state.counters))
 
     def reset_policy(self, state):

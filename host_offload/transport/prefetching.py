@@ -3,13 +3,16 @@
 An event is served as without, but for rows that were fetched ahead: the program waits for those that it really uses,
 and they count as misses, for the cache did not hold them. Predictions are made in the call between the two expert
 kernels while demanded rows move, and only then: the host's decision takes as long as a layer whose experts are all
-there, so after such an event it would cost more than the copies could save.
+there, so after such an event it would cost more than the copies could save. Whether all this pays is decided between
+calls, by the clock (`prefetch/time_trial.py`): a call without prefetch passes by the prefetcher, which learns nothing
+of it.
 """
 
 import numpy as np
 
 from host_offload.prefetch.lanes import make_lane
 from host_offload.prefetch.prefetcher import Prefetcher
+from host_offload.prefetch.time_trial import PLAIN, STAGING, TimeTrial
 from host_offload.transport.base import record
 from host_offload.transport.callback import NOTHING, CallbackTransport
 
@@ -22,9 +25,12 @@ class PrefetchTransport(CallbackTransport):
       live.
     """
 
+    watches = True
+
     def __init__(self, *args, prefetch, **kwargs):
         self._prefetcher = None
         super().__init__(*args, reserve=prefetch.reserve, **kwargs)
+        self._staging = True  # whether the running call of decode prefetches
         self._awake = self._every_event = True
         self._event_rows = None  # rows that the running event reads
         self._copying = False  # whether rows of the running event are on their way
@@ -48,6 +54,17 @@ class PrefetchTransport(CallbackTransport):
         self._prefetcher = Prefetcher(
             self.spec, self.rows, settings, self._lane, tier=self._tier, first=self.starts[-1], seed=self.seed
         )
+        self.trial = TimeTrial(settings.shutoff)
+
+    def choose_program(self):
+        """`STAGING` or `PLAIN` of a model whose routers guess, which takes time in the step; else one for both."""
+        self._staging = not self._prefetcher.ready or self.trial.choose()
+        return None if not self.gate else STAGING if self._staging else PLAIN
+
+    def decoded(self, call, report, ids, good):
+        """A `DecodeCall` is over."""
+        if self._prefetcher.ready:
+            self.trial.tell(self._staging, call.seconds, call.steps, call.misses, call.timed)
 
     def prefetches(self, settings) -> bool:
         return settings is not None and settings.gate == self.gate and settings.reserve == self.settings.reserve
@@ -86,17 +103,18 @@ class PrefetchTransport(CallbackTransport):
         super().close()
 
     def prefetch_stats(self) -> dict:
-        """See `Prefetcher.stats`."""
-        return self._prefetcher.stats()
+        """See `Prefetcher.stats`; and `trial`, what the clock says."""
+        return {**self._prefetcher.stats(), "trial": self.trial.to_dict()}
 
     def verify(self, state, pool):
         """Compares the rows that wait in the reserve, too."""
         super().verify(state, pool)
         self._prefetcher.verify(state.banks, pool)
 
-    def bind(self, operands, *, prefill, block_rows=None, guess=None):
-        """guess: `guess(layer, x [B, D], token_ids [B]) -> ids [B, K]`, what the router of that layer makes of x."""
-        if prefill or not self.gate:
+    def bind(self, operands, *, prefill, block_rows=None, guess=None, program=None):
+        """guess: `guess(layer, x [B, D], token_ids [B]) -> ids [B, K]`, what the router of that layer makes of x.
+        program: of a decode step, see `choose_program`."""
+        if prefill or not self.gate or program == PLAIN:
             return super().bind(operands, prefill=prefill, block_rows=block_rows)
 
         def experts(layer, x, ids, weights, scores, live, token_ids, state, **onward):
@@ -113,7 +131,7 @@ class PrefetchTransport(CallbackTransport):
 
     def _on_decode(self, layer, ctx, out, values, banks):
         if layer == self.starts[-1]:  # once a step
-            self._awake = self._prefetcher.wakes()
+            self._awake = self._prefetcher.wakes() if self._staging else self._prefetcher.rest()
             self._every_event = self._awake or self._tier is not None
             if self._awake:  # between programs the banks could be moved
                 self._prefetcher.place(self._lane.place(banks))
@@ -185,7 +203,7 @@ class PrefetchTransport(CallbackTransport):
                 self._prefetcher.saw(*self._seen)
                 self._quiet_since = self._seen = None
             self._prefetcher.catch_up()
-        elif event is not None:
+        elif event is not None and self._staging:
             self._prefetcher.note(*event[:2])
 
     def _on_prefill(self, layer, ctx, out, values, banks, ahead=False):

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.prefetch.staging import GraphPredictor, LayerRows, StagingBooks, StagingSettings, StagingShutOff
-from host_offload.prefetch.time_trial import TimeTrial
+from host_offload.prefetch.time_trial import PLAIN, STAGING, TimeTrial
 from host_offload.transport.base import event_need, event_scores, record
 from host_offload.transport.graph import GraphTransport
 from pallas_kernels.choose_rows import choose_rows
@@ -31,26 +31,24 @@ from pallas_kernels.expert_ffn import Staging
 from pallas_kernels.expert_ffn.staging import prefix_bytes, regions
 from pallas_kernels.fetch_rows import fetch_rows
 
-STAGING, PLAIN = "staging", "plain"  # decode programs
-
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["staging", "predictor", "at", "counts", "notes"],
+    data_fields=["staging", "predictor", "began", "counts", "notes"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
 class Ahead:
     """What a step keeps of its prefetch.
 
-    staging: `Staging` of the layer that runs next. predictor: its state, without what it learned. at: int32 scalar,
-    decode steps of the run so far. counts: [L, 2] int32, rows issued and useful since the last call. notes: while a
-    step is traced, (ids [P] that were staged for it, live [B]) of each event; empty between steps.
+    staging: `Staging` of the layer that runs next. predictor: its state, without what it learned. began: int32 scalar,
+    `SlotCache.step` at the run's first decode step. counts: [L, 2] int32, rows issued and useful since the last call.
+    notes: while a step is traced, (ids [P] that were staged for it, live [B]) of each event; empty between steps.
     """
 
     staging: Staging
     predictor: dict[str, Any]
-    at: jax.Array
+    began: jax.Array
     counts: jax.Array
     notes: tuple = ()
 
@@ -136,7 +134,7 @@ class StagedTransport(GraphTransport):
         ahead = Ahead(
             staging=Staging(jnp.full((P,), -1, jnp.int32), rows, self.settings.prefix),
             predictor=self._predictor.fresh(),
-            at=jnp.zeros((), jnp.int32),
+            began=jnp.zeros((), jnp.int32),
             counts=jnp.zeros((self.spec.L, 2), jnp.int32),
         )
         return replace(super()._fresh(banks), ahead=ahead)
@@ -151,9 +149,12 @@ class StagedTransport(GraphTransport):
             ahead["script"] = self._predictor.script
         return {**super().operands(), "ahead": ahead}
 
-    def begin(self, state):
-        state = super().begin(state)
-        return replace(state, ahead=replace(state.ahead, counts=jnp.zeros_like(state.ahead.counts)))
+    def begin(self, state, program=None):
+        state = super().begin(state, program)
+        ahead = replace(state.ahead, counts=jnp.zeros_like(state.ahead.counts))
+        if program == PLAIN:  # nobody will look at what is staged, nor stage
+            ahead = replace(ahead, staging=replace(ahead.staging, ids=jnp.full_like(ahead.staging.ids, -1)))
+        return replace(state, ahead=ahead)
 
     def reset_policy(self, state):
         """Also the predictor's. What waits in staging is dropped: it was for the last request, and the prompt that
@@ -163,7 +164,7 @@ class StagedTransport(GraphTransport):
         self.changed |= changed
         staging = replace(state.ahead.staging, ids=jnp.full((self.settings.rows,), -1, jnp.int32))
         self._waiting = 0
-        ahead = replace(state.ahead, staging=staging, predictor=held, at=jnp.zeros((), jnp.int32))
+        ahead = replace(state.ahead, staging=staging, predictor=held)
         return super().reset_policy(replace(state, ahead=ahead))
 
     def report(self, state):
@@ -236,7 +237,7 @@ class StagedTransport(GraphTransport):
     def bind(self, operands, *, prefill, block_rows=None, guess=None, program=None):
         """guess: as of `PrefetchTransport.bind`; program: of a decode step, see `choose_program`."""
         if prefill:
-            return super().bind(operands, prefill=prefill, block_rows=block_rows)
+            return self._bind_prefill(super().bind(operands, prefill=prefill, block_rows=block_rows))
         if program == PLAIN:
             return self._bind_plain(super().bind(operands, prefill=prefill))
         pool, control, values = operands["pool"], operands["control"], operands["ahead"]
@@ -260,7 +261,7 @@ class StagedTransport(GraphTransport):
                     if self.gate:
                         likely = self._of_guess(guess(target, x, token_ids), live)
                     elif self.scripted:
-                        likely = values["script"][ahead.at, int(target <= layer), target]
+                        likely = values["script"][new.step - ahead.began, int(target <= layer), target]
                     else:
                         likely = self._predictor.scores(ahead.predictor, values["learned"], layer, target)
                 on = values["on"] * happened  # after an idle step comes a new run, which resets the predictor
@@ -270,15 +271,21 @@ class StagedTransport(GraphTransport):
 
         return experts
 
+    def _bind_prefill(self, plain):
+        """`experts` of `GraphTransport`; decode begins after the last of these steps."""
+
+        def experts(*args, **onward):
+            y, new = plain(*args, **onward)
+            return y, replace(new, ahead=replace(new.ahead, began=new.step + 1))
+
+        return experts
+
     def _bind_plain(self, plain):
         """`experts` of `GraphTransport`, beside which nothing is staged and the predictor sees nothing."""
 
         def experts(layer, x, ids, weights, scores, live, token_ids, state, **onward):
-            ahead = state.ahead
-            if layer == self._first:
-                nobody = jnp.full((self.settings.rows,), -1, jnp.int32)
-                ahead = replace(ahead, staging=replace(ahead.staging, ids=nobody), at=ahead.at + jnp.any(live))
-            y, new = plain(layer, x, ids, weights, scores, live, token_ids, replace(state, ahead=None), **onward)
+            ahead, state = state.ahead, replace(state, ahead=None)
+            y, new = plain(layer, x, ids, weights, scores, live, token_ids, state, **onward)
             return y, replace(new, ahead=ahead)
 
         experts.read_by_kernels = plain.read_by_kernels
@@ -343,5 +350,5 @@ class StagedTransport(GraphTransport):
             issued = jnp.sum(issued >= 0, axis=1, dtype=jnp.int32)
             counts = ahead.counts.at[self._first :].add(jnp.stack([issued, useful], axis=1))
             ahead = self._by_layer(ahead, LayerRows.whole)
-            ahead = replace(ahead, counts=counts, at=ahead.at + live, notes=())
+            ahead = replace(ahead, counts=counts, notes=())
         return super().finish_step(replace(state, ahead=ahead), live)

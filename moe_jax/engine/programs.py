@@ -142,7 +142,7 @@ class Programs:
         settings = {"guess": model.guess} if transport.gate else {}
         if program is not None:
             settings["program"] = program
-        loop = replace(loop, cache=transport.begin(loop.cache))
+        loop = replace(loop, cache=transport.begin(loop.cache, program))
         B = loop.tokens.shape[0]
 
         def running(i, loop):

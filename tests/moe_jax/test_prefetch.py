@@ -11,6 +11,7 @@ import pytest
 import host_offload.transport.prefetching as prefetching
 from host_offload.disk_tier import tier_bytes
 from host_offload.prefetch.lanes import NumpyLane
+from host_offload.prefetch.time_trial import TimeTrial
 from moe_jax import MoE, OffloadConfig
 from moe_jax.errors import CheckpointError, ConfigError, TransportError
 
@@ -101,6 +102,44 @@ def test_packed_experts_hash_routers_and_encoder_decoders(name, predictor, tiny,
         assert rows["issued"]
         moe.set_cache(prefetch="none")
         assert moe.generate(want["input_ids"][:1], 8, eos_token_id=[], **forced).tolist() == ids[0] == ids[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("predictor", ["gate-1", "cross-layer+temporal"])
+def test_calls_with_and_without_take_turns_until_the_clock_has_judged(predictor, tiny, monkeypatch):
+    """A call without prefetch leaves no trace in its books, and the tokens and hits are the same."""
+    monkeypatch.setattr(TimeTrial, "CALLS", 3)
+    with MoE(tiny("mixtral"), CONFIG | {"max_batch": 1}) as moe:
+        wanted = generate(moe)
+        moe.set_cache(prefetch=predictor, prefetch_budget=10**9)
+        transport = moe._engine.transport
+        while not moe.stats()["prefetch"]["ready"]:
+            generate(moe)
+        told, tell = [], transport.trial.tell
+        # The clock is made up: what prefetches takes twice as long.
+        monkeypatch.setattr(
+            transport.trial,
+            "tell",
+            lambda on, seconds, steps, *rest: (told.append(on), tell(on, (1.0 + on) * steps, steps, *rest)),
+        )
+        transport.trial.__init__()
+        while not transport.trial.decided:
+            assert generate(moe) == wanted
+            moe.verify_slots()
+        assert balanced(moe.stats())["issued"] and told[:6] == [True, False] * 3
+        trial = moe.stats()["prefetch"]["trial"]
+        assert trial["state"] == "off" and trial["net_us"] == pytest.approx(1e6, rel=0.1)
+        monkeypatch.setattr(transport._prefetcher, "note", pytest.fail)
+        generate(moe)  # the request before ends, whose last steps count now
+        before, learned = balanced(moe.stats()), moe.stats()["prefetch"]["learned_tokens"]
+        for _ in range(2):
+            assert generate(moe) == wanted
+        assert balanced(moe.stats()) == before and moe.stats()["prefetch"]["learned_tokens"] == learned
+        assert len([text for name, text in moe._engine.programs.texts() if name == "decode"]) == (
+            2 if predictor == "gate-1" else 1
+        )
+        transport.trial.__init__(enabled=False)
+        assert generate(moe) == wanted and balanced(moe.stats())["issued"] > before["issued"]
 
 
 @pytest.mark.slow

@@ -269,7 +269,8 @@ def test_a_time_trial_runs_both_programs_and_leaves_off_what_does_not_pay(tiny, 
         assert [steps for _, _, steps, _, _ in told[:6]] == [4, 4, 4, 4, 4, 3]
         counted = moe.stats()["last"]["decode"]
         assert sum(call[3] for call in told[6:]) == counted["misses"]
-        assert int(moe._engine.cache.ahead.at) == NEW - 1
+        cache = moe._engine.cache
+        assert int(cache.step - cache.ahead.began) == NEW - 1
         balanced(moe)
         monkeypatch.setattr(TimeTrial, "CALLS", 4)
         monkeypatch.setattr(transport.trial, "tell", lambda staged, *rest: tell(staged, 1.0 + staged, *rest[1:]))

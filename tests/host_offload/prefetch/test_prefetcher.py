@@ -119,6 +119,25 @@ def test_shutoff_stops_what_harms_and_keeps_the_truth(copy_seconds):
     assert truth.sum() < none.sum() and seconds[200:].sum() < 0.5 * (none + truth)[200:].sum()
 
 
+def test_it_takes_up_again_after_steps_that_it_rested_through():
+    """They cost what they cost without it, and a script is read on where the run is by then."""
+    trace = random_trace(1, T=60, L=3, E=48, K=2)
+    options = dict(copy_seconds=0.7, slots=8, reserve=8, budget=None)
+    none = PlayedRun(trace, None, **options).run()
+    seen = Experience(3, 48)
+    run = PlayedRun(trace, get_predictor("oracle"), experience=seen, **options)
+    resting = np.arange(60) // 7 % 2 == 1
+    run.rests = resting.__getitem__
+    seconds = run.run(("experts",))
+    run.prefetcher.end()
+    np.testing.assert_allclose(seconds[resting], none[resting])
+    assert seconds[~resting].sum() < 0.9 * none[~resting].sum()
+    rows = run.prefetcher.stats()["rows"]
+    assert rows["useful"] > 60 and seen.counts.tokens == (~resting).sum()
+    # The last rows of a stretch are for the layer that it rests through.
+    assert rows["wasted"] <= 2 * np.count_nonzero(np.diff(resting))
+
+
 def test_it_sleeps_where_no_layer_gains_and_wakes_to_try_again():
     """Asleep, a step costs what it costs without prefetch; all that passes is learned from; a truth is found out."""
     trace = random_trace(1, T=1500, L=3, E=48, K=2)
