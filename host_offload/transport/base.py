@@ -101,7 +101,7 @@ class Transport(abc.ABC):
         return frozenset({"x"} if reads else ())
 
     def _combine(self, y, entry, weights, live, **onward):
-        """`combine` of y [U, B, D], entry and weights [B, K], live [B]; `onward` as of `bind`."""
+        """`combine` of y [U, B, D], entry (or None) and weights [B, K], live [B]; `onward` as of `bind`."""
         how = self._sums(len(live), **onward)
         return combine(y, entry, weights, live, **onward, implementation=how)
 

@@ -131,9 +131,9 @@ class CallbackTransport(Transport):
         with jax.named_scope("callback"):
             out, state = self._calls.call(self._on_decode, layer, tables, values, state)
         if single:
-            count, entry = jnp.full((1,), pairs, jnp.int32), jnp.arange(pairs, dtype=jnp.int32)
+            count, entry = jnp.full((1,), pairs, jnp.int32), None
         else:
-            count, entry = out["count"], out["entry"]
+            count, entry = out["count"], out["entry"].reshape(ids.shape)
 
         def await_down(h, banks):
             # h only orders this call after its kernel; without it the in-place banks would have to be copied.
@@ -157,7 +157,7 @@ class CallbackTransport(Transport):
                 implementation=self.ffn_implementation,
                 feeds_kernels=self._sums(x.shape[0], **onward) != "xla",
             )
-            out = self._combine(y, entry.reshape(ids.shape), weights, live, **onward)
+            out = self._combine(y, entry, weights, live, **onward)
         return out, replace(waits[0], banks=banks)
 
     def _prefill(self, layer, x, ids, weights, scores, live, state, block_rows):

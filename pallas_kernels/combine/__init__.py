@@ -15,7 +15,7 @@ def combine(y, entry, weights, live, residual=None, *, feeds_kernels=False, impl
 
     Args:
       y: [U, B, D] f32, outputs of the distinct experts.
-      entry: [B, K] i32, which of them are a token's; weights: [B, K], any float dtype.
+      entry: [B, K] i32, which of them are a token's; None: 0 to K - 1. weights: [B, K], any float dtype.
       live: [B] bool; the sum of a dead row is 0, whatever its entries hold.
       residual: [B, D] or None.
       feeds_kernels: see `_compat.call`.
@@ -30,11 +30,14 @@ def combine(y, entry, weights, live, residual=None, *, feeds_kernels=False, impl
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation = {implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
     rows = y.shape[1:]
-    if entry.shape != weights.shape or entry.shape[0] != rows[0] or live.shape != rows[:1]:
+    named = weights.shape if entry is None else entry.shape
+    if named != weights.shape or weights.shape[0] != rows[0] or live.shape != rows[:1]:
         raise ValueError(
-            f"entry {entry.shape}, weights {weights.shape}, live {live.shape}: must be two of [{rows[0]}, K] and "
+            f"entry {named}, weights {weights.shape}, live {live.shape}: must be two of [{rows[0]}, K] and "
             f"[{rows[0]}] for y {y.shape}"
         )
+    if entry is None and weights.shape[1] > len(y):
+        raise ValueError(f"weights {weights.shape}: without entry K is at most the {len(y)} experts of y {y.shape}")
     if residual is not None and residual.shape != rows:
         raise ValueError(f"residual {residual.shape}: must be {rows} for y {y.shape}")
     if implementation == "xla":

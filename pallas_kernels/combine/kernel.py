@@ -12,15 +12,17 @@ from pallas_kernels._compat import call, cdiv, fma, load, next_power_of_2, pl, s
 COLUMNS = 128
 
 
-def _kernel(y_ref, entry_ref, weights_ref, live_ref, *refs, k, width, block):
-    residual_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
+def _kernel(y_ref, weights_ref, live_ref, *refs, k, width, block, named, residual):
+    *refs, out_ref = refs
+    entry_ref = refs.pop(0) if named else None
+    residual_ref = refs.pop(0) if residual else None
     b = pl.program_id(0)
     columns = pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32)
     mask = {} if width % block == 0 else dict(mask=columns < width)
     other = {} if width % block == 0 else dict(other=0.0)
     before = None if residual_ref is None else load(residual_ref.at[b, columns], **mask, **other)
     live = live_ref[b] != 0
-    entries = [entry_ref[b, i] for i in range(k)]
+    entries = [entry_ref[b, i] if named else i for i in range(k)]
     weights = [weights_ref[b, i].astype(jnp.float32) for i in range(k)]
     parts = [load(y_ref.at[entry, b, columns], **mask, **other) for entry in entries]
     out = jnp.zeros((block,), jnp.float32)
@@ -36,9 +38,10 @@ def _kernel(y_ref, entry_ref, weights_ref, live_ref, *refs, k, width, block):
 def combine(y, entry, weights, live, residual=None, *, feeds_kernels=False, interpret=False):
     """See `pallas_kernels.combine.combine`."""
     _, batch, width = y.shape
+    given = dict(named=entry is not None, residual=residual is not None)
     block = min(COLUMNS, next_power_of_2(width))
     return call(
-        functools.partial(_kernel, k=entry.shape[1], width=width, block=block),
+        functools.partial(_kernel, k=weights.shape[1], width=width, block=block, **given),
         grid=(batch, cdiv(width, block)),
         out_shape=jax.ShapeDtypeStruct((batch, width), jnp.float32 if residual is None else residual.dtype),
         num_warps=1,
@@ -46,4 +49,4 @@ def combine(y, entry, weights, live, residual=None, *, feeds_kernels=False, inte
         name="combine",
         feeds_kernels=feeds_kernels,
         interpret=interpret,
-    )(y, entry, weights, live.astype(jnp.int32), *(() if residual is None else (residual,)))
+    )(y, weights, live.astype(jnp.int32), *(operand for operand in (entry, residual) if operand is not None))

@@ -59,14 +59,16 @@ def partial_tiles(queries, values, page_table) -> dict:
     """
     _, page, G, value_width = values.shape
     wide, group = _wide(value_width), queries[0].shape[1] // G
-    formula = dict(heads=HEADS, tokens=min(64, page), splits=None, unroll=1, num_warps=8 if wide else 4, num_stages=2)
+    formula = dict(heads=HEADS, tokens=min(64, page), splits=None, unroll=1, num_warps=4, num_stages=2)
     room = shared_memory() // (1 if wide else 2) - 1024
     # Many heads that share wide latents: 64 read them a quarter as often as 16. Sums of more have no room, and short
     # sequences leave few programs.
     programs = page_table.size * page // formula["tokens"] * G * cdiv(group, 64)
     if wide and group >= 64 and values.dtype.itemsize == 2 and programs > MULTIPROCESSORS // 2:
-        many = formula | {"heads": 64}
+        many = formula | {"heads": 64, "num_warps": 8}
         formula = many if shared_bytes(many, queries, values) <= room else formula
+    if len(queries) > 1 and formula["heads"] == HEADS and page % 32 == 0:  # latents
+        formula |= {"tokens": 32, "unroll": 2}
     # Tiles on their way while another is worked on: four were no faster than three (docs/measurements.md).
     more = formula | {"num_stages": 3}
     formula = more if shared_bytes(more, queries, values) <= room else formula

@@ -68,6 +68,16 @@ def test_the_sum_is_rounded_before_it_is_added(how):
 
 
 @pytest.mark.parametrize("how", HOW)
+def test_without_entries_they_are_in_order(how):
+    y, _, weights, live = operands(4, 2, 3, 40)
+    given = y, jnp.arange(3, dtype=jnp.int32) + jnp.zeros((2, 1), jnp.int32), weights, live
+    before = jnp.ones((2, 40), jnp.bfloat16)
+    for residual in (None, before):
+        want = combine(*given, residual, implementation=how)
+        assert combine(y, None, weights, live, residual, implementation=how).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_a_dead_row_gets_nothing_even_if_its_values_are_not_finite(how):
     y = jnp.full((1, 2, 3), jnp.nan)
     given = y, jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1)), jnp.zeros(2, bool)
@@ -86,5 +96,7 @@ def test_bad_arguments_are_named():
         combine(y, entry[:1], weights[:1], live, implementation="xla")
     with pytest.raises(ValueError, match=r"live \(1,\)"):
         combine(y, entry, weights, live[:1], implementation="xla")
+    with pytest.raises(ValueError, match=r"weights \(2, 2\): without entry K is at most the 1 experts"):
+        combine(y[:1], None, weights, live, implementation="xla")
     with pytest.raises(ValueError, match=r"residual \(2, 7\): must be \(2, 8\)"):
         combine(y, entry, weights, live, jnp.zeros((2, 7)), implementation="xla")
