@@ -99,7 +99,9 @@ def table(moe: MoE, run: Mapping[str, Any]) -> Table:
         out.add_row("read a token", "-" if read is None else size(read), f"from disk, {tier['reads']}{rate}")
     if ahead := stats["prefetch"]:
         rows, on = ahead["rows"], sum(layer["on"] for layer in ahead["layers"])
-        state = f"on in {on} of {len(ahead['layers'])} layers" if ahead["ready"] else "still learning"
+        layers = f"on in {on} of {len(ahead['layers'])} layers"
+        by_clock = {"on": layers, "off": "off, it did not pay", "trial": f"being tried, {layers}"}
+        state = by_clock[ahead["trial"]["state"]] if ahead["ready"] else "still learning"
         if "prefix" in ahead:  # staged in the compiled step
             each = f", {size(ahead['prefix']['bytes'])} of each"
             note = f"rows of {rows['issued']} were used{each}; {ahead['predictor']}, "

@@ -90,8 +90,8 @@ class TimeTrial:
         if not self._enabled:
             reason = "prefetch_shutoff is off"
         elif self.state == TRIAL:
-            staged = sum(call[0] for call in self._calls)
-            reason = f"being tried: {staged} calls with prefetch and {len(self._calls) - staged} without are timed"
+            n, staged = len(self._calls), sum(call[0] for call in self._calls)
+            reason = f"being tried: timed so far are {staged} calls with prefetch and {n - staged} without"
         else:
             then = f"tried again in {self._left} steps"
             reason = f"prefetch changed a step by {net:+.1f} us (standard error {error:.1f}); {then}"

@@ -84,6 +84,7 @@ def test_lines_of_the_table_come_from_the_runs(script):
     def made(predictor, seconds, ids=((1,),)):
         layers = [{"on": True}, {"on": False}]
         prefetch = {"rows": {"useful": 3, "on_time": 2, "late": 1, "wasted": 1}, "layers": layers, "precision": 0.75}
+        prefetch["trial"] = {"state": "off" if predictor == "a" else "on"}
         return script.Run(
             predictor, 0.5, 0.02, seconds, list(ids), [], True, 6, 0.5, None if predictor == "none" else prefetch
         )
@@ -92,6 +93,7 @@ def test_lines_of_the_table_come_from_the_runs(script):
     rows = {row["predictor"]: row for row in script.report(runs, "title")}
     assert rows["a"]["change"] == pytest.approx(-0.1) and rows["a"]["of_the_oracle"] == pytest.approx(0.25)
     assert (rows["a"]["coverage"], rows["a"]["layers_on"]) == (0.5, 1) and rows["none"]["coverage"] is None
+    assert [script.stages(rows[name]) for name in ("none", "a", "oracle")] == ["-", "off", "1 of 2"]
     assert all(row["equal"] for row in rows.values())
     other = script.report([*runs, made("b", [0.02], ids=((2,),))], "title")
     assert [row["predictor"] for row in other if not row["equal"]] == ["b"]

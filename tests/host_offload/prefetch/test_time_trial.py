@@ -28,7 +28,7 @@ def test_calls_with_and_without_prefetch_take_turns_until_there_is_a_verdict():
     chosen = decode(trial, needed - 1, effect=-1e-4, noise=1e-6)
     assert chosen == [turn % 2 == 0 for turn in range(needed - 1)]
     assert trial.state == TRIAL and not trial.decided
-    assert trial.to_dict()["reason"] == "being tried: 16 calls with prefetch and 15 without are timed"
+    assert trial.to_dict()["reason"] == "being tried: timed so far are 16 calls with prefetch and 15 without"
     decode(trial, 1, effect=-1e-4, noise=1e-6)
     assert trial.state == ON and trial.decided
     assert set(decode(trial, 5, effect=0.0)) == {True}
@@ -81,9 +81,9 @@ def test_a_loser_pauses_longer_each_time_and_a_winner_is_tried_again():
 def test_calls_whose_time_holds_other_things_are_not_counted():
     trial = TimeTrial()
     decode(trial, 200, effect=1e-3, timed=False)
-    assert trial.state == TRIAL and trial.to_dict()["reason"].startswith("being tried: 0 calls")
+    assert trial.state == TRIAL and trial.to_dict()["reason"].startswith("being tried: timed so far are 0 calls")
     trial.tell(True, 1.0, 0, 0, True)  # no step: another row's end was not foreseen
-    assert trial.to_dict()["reason"].startswith("being tried: 0 calls")
+    assert trial.to_dict()["reason"].startswith("being tried: timed so far are 0 calls")
 
 
 def test_without_a_shut_off_every_call_stages():
