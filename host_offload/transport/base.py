@@ -85,7 +85,7 @@ class Transport(abc.ABC):
         self.budget, self.forced_admit = budget, forced_admit
         self.rows = max(bank_rows, budget.total + self.spare)
 
-    def _sums(self, rows, residual=None, feeds_kernels=False):
+    def _sum_implementation(self, rows, residual=None, feeds_kernels=False):
         """What sums the expert outputs of a decode event, an implementation of `combine`.
 
         A kernel where it leaves nothing to do before the next kernel; XLA joins the sum with what else is to be done.
@@ -102,7 +102,7 @@ class Transport(abc.ABC):
 
     def _combine(self, y, entry, weights, live, **onward):
         """`combine` of y [U, B, D], entry (or None) and weights [B, K], live [B]; `onward` as of `bind`."""
-        how = self._sums(len(live), **onward)
+        how = self._sum_implementation(len(live), **onward)
         return combine(y, entry, weights, live, **onward, implementation=how)
 
     def configure(self, budget, forced_admit, policy, select=None):

@@ -155,7 +155,7 @@ class CallbackTransport(Transport):
                 between=await_down,
                 spec=self.experts,
                 implementation=self.ffn_implementation,
-                feeds_kernels=self._sums(x.shape[0], **onward) != "xla",
+                feeds_kernels=self._sum_implementation(x.shape[0], **onward) != "xla",
             )
             out = self._combine(y, entry, weights, live, **onward)
         return out, replace(waits[0], banks=banks)

@@ -222,7 +222,7 @@ class GraphTransport(Transport):
         state = self._commit(layer, need, t, state)
         distinct = min(E, pairs.shape[0])
         with jax.named_scope("expert_ffn"):
-            feeds = self._sums(x.shape[0], **onward) != "xla"
+            feeds = self._sum_implementation(x.shape[0], **onward) != "xla"
             y, state = self._serve(layer, x, (rows, src, deposit, count), distinct, state, pool, feeds)
             out = self._combine(y, entry.reshape(ids.shape), weights, live, **onward)
         return out, state
