@@ -175,13 +175,12 @@ class ExpertStore:
 
 
 def _row_dtype(name: str, dtypes: set[np.dtype], widest: np.dtype | None) -> np.dtype:
-    try:
-        dtype = np.dtype(np.result_type(*dtypes))
-    except TypeError as error:
+    # Floats of 16 bits and more mix. Integers and floats of one byte mean nothing without their scales, whatever NumPy
+    # and the installed ml_dtypes make of them together.
+    if len(dtypes) > 1 and any(dtype.itemsize == 1 or dtype.kind in "iub" for dtype in dtypes):
         kinds = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise StoreError(
-            f"row tensor {name!r} is stored as {kinds}, which have no common dtype: convert them"
-        ) from error
+        raise StoreError(f"row tensor {name!r} is stored as {kinds}, which have no common dtype: convert them")
+    dtype = np.dtype(np.result_type(*dtypes))
     if widest is None or dtype.kind in "iu":  # integers: packed tensors that a weight table knows by name
         return dtype
     return widest if widest.itemsize < dtype.itemsize else dtype

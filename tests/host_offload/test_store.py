@@ -121,9 +121,10 @@ def test_mixed_dtypes_take_the_common_one_or_are_refused():
     weight_map = SimpleNamespace(expert_sources=store._sources, expert_shapes=shapes, packed=frozenset())
     mixed = ExpertStore.from_checkpoint(store._checkpoint, weight_map, np.float32)
     assert [dtype for _, dtype in mixed.spec.tensors.values()] == [np.float32, BF16]
-    store._checkpoint.arrays["0.0.g"] = np.zeros((F, D), ml_dtypes.float8_e4m3fn)
-    with pytest.raises(StoreError, match="'gate_up' is stored as bfloat16, float8_e4m3fn"):
-        ExpertStore.from_checkpoint(store._checkpoint, weight_map, np.float32)
+    for dtype in ("float8_e4m3fn", "float8_e5m2", "int4", "int32", "uint8"):
+        store._checkpoint.arrays["0.0.g"] = np.zeros((F, D), np.dtype(dtype))
+        with pytest.raises(StoreError, match=f"'gate_up' is stored as bfloat16, {dtype}"):
+            ExpertStore.from_checkpoint(store._checkpoint, weight_map, np.float32)
 
 
 def test_spec_goes_to_plain_json():
