@@ -19,7 +19,7 @@ PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --n
 PYTEST_TWICE = failed=; for how in quickly fully; do \
 	$(PYTEST) --compiled $$how $(1) $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; done; [ ! $$failed ]
 
-.PHONY: help env demo test quick lint format oracle clean distclean
+.PHONY: help env demo test quick lint format oracle lock clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,9 +51,15 @@ oracle: ## recompute the expected outputs with transformers and torch; fail on a
 	$(ORACLE) tests/sampling_oracle.py --check
 	$(ORACLE) tests/torch_reference.py --check
 
+lock: ## write the newest versions of all dependencies to .ci/constraints.txt
+	@CONSTRAINTS=/dev/null .ci/env .venv-lock test
+	@{ head -n 1 .ci/constraints.txt && .venv-lock/bin/python -m pip freeze --exclude-editable; } >.ci/constraints.new
+	@mv .ci/constraints.new .ci/constraints.txt
+	@rm -rf .venv-lock
+
 clean: ## remove caches and build products
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find moe_jax host_offload pallas_kernels experiments notebooks tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## also remove the environments
-	rm -rf .venv .venv-oracle
+	rm -rf .venv .venv-oracle .venv-lock

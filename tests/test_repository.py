@@ -184,6 +184,19 @@ def test_environment_is_refreshed_when_it_was_made_for_another_project_state(env
 
 
 @needs_bash
+def test_environment_has_the_versions_that_were_tested(environment, tmp_path, monkeypatch):
+    locked = (ROOT / ".ci" / "constraints.txt").read_text()
+    assert {"jax", "numpy", "transformers", "pytest"} <= set(re.findall(r"^([\w.-]+)==", locked, re.M))
+    environment()
+    assert "--constraint .ci/constraints.txt" in (tmp_path / "calls").read_text()
+    newer = tmp_path / "newer.txt"
+    newer.write_text("numpy==99\n")
+    monkeypatch.setenv("CONSTRAINTS", str(newer))
+    assert environment()[1] == ["."]  # a changed list is a changed environment
+    assert f"--constraint {newer}" in (tmp_path / "calls").read_text()
+
+
+@needs_bash
 def test_failed_installation_is_not_taken_for_a_finished_one(environment, tmp_path):
     (tmp_path / "offline").touch()
     done, installs = environment("test")
