@@ -366,13 +366,13 @@ def test_an_empty_trace_counts_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.fully_optimised  # runs the demo model longer than it compiles it
-def test_the_engine_does_what_the_simulator_says():
-    from moe_jax import MoE, demo_model_path
+def test_the_engine_does_what_the_simulator_says(tiny, expected):
+    from moe_jax import MoE
 
-    prompt = "To make a good soup, take"
-    with MoE(demo_model_path(), {"cache_rate": 0.4}) as moe:
-        L = moe.stats()["experts"]["layers"]
+    prompt = expected("qwen3_moe")["input_ids"]
+    config = {"cache_rate": 0.4, "progress": False, "max_batch": 1, "max_sequence_length": 64, "page_size": 16}
+    with MoE(tiny("qwen3_moe"), config) as moe:
+        L, seen = moe.stats()["experts"]["layers"], np.zeros((2, 4), int)
         for transport, policies in (("device", ("lru", "lfu", "lfru", "static")), ("callback", ("lfru",))):
             for policy in policies:
                 for scope in SCOPES:
@@ -380,7 +380,7 @@ def test_the_engine_does_what_the_simulator_says():
                         moe.set_cache(policy, transport=transport, scope=scope, contract=contract, cache_rate=0.3)
                         stats = []
                         for _ in range(2):  # the second call finds a warm cache and a policy that was told
-                            moe.generate(prompt, max_new_tokens=7, trace=True)
+                            moe.generate(prompt, max_new_tokens=13, eos_token_id=[], trace=True)
                             stats.append(moe.stats()["last"])
                         replayed = simulate(
                             moe.trace(),
@@ -395,5 +395,7 @@ def test_the_engine_does_what_the_simulator_says():
                             for column, name in enumerate(("hits", "misses", "bypasses", "evictions")):
                                 live = sum(np.array(s[phase]["per_layer"][name]) for s in stats)
                                 assert live.shape == (L,)
+                                seen[index, column] += live.sum()
                                 np.testing.assert_array_equal(replayed.counters[index, :, column], live, err_msg=name)
                             assert replayed.in_phase(phase)["lookups"] == sum(s[phase]["lookups"] for s in stats)
+        assert seen.all(), seen
