@@ -63,15 +63,16 @@ def test_stored_valid_small_and_without_errors(path):
 
 
 @pytest.mark.slow
-def test_quickstart(monkeypatch):
+def test_quickstart(shallow_demo, monkeypatch):
     notebook = run(
         ROOT / "notebooks" / "quickstart.ipynb",
         monkeypatch,
         tokens=("text = moe.generate(prompt, 64,", "text = moe.generate(prompt, 12,"),
         slots=("(2, 4, 8, 12, 16, 24, 32)", "(2, 8, 24, 32)"),
+        layers=("MoE(demo_model_path()", f"MoE({str(shallow_demo)!r}"),
     )
     assert len(outputs(notebook, "image/png")) == 2  # hit rate against slots, heat map
-    assert any("256 of 256 experts have a slot; device, lru" in text for text in outputs(notebook, "text/plain"))
+    assert any("64 of 64 experts have a slot; device, lru" in text for text in outputs(notebook, "text/plain"))
     printed = "".join(outputs(notebook, "stdout"))
     assert "1 text from 12 caches" in printed  # the text does not depend on the cache
     shared = re.search(r"token before, by layer: \[([\d. ]+)\]", printed)
@@ -111,12 +112,13 @@ def test_routing_anatomy(monkeypatch):
 
 
 @pytest.mark.slow
-def test_write_your_own_policy(monkeypatch):
+def test_write_your_own_policy(shallow_demo, monkeypatch):
     text, pictures = printed(
         "write_your_own_policy",
         monkeypatch,
         memories=("[2, 4, 8, 16, 32, 64, 128]", "[2, 128]"),
         tokens=("max_new_tokens=64", "max_new_tokens=24"),
+        layers=("MoE(demo_model_path()", f"MoE({str(shallow_demo)!r}"),
     )
     assert pictures == 1 and "NumPy and jax decide alike: True" in text
     own, lru, optimum = (table(text, name) for name in ("two-speeds", "lru", "optimum"))
