@@ -26,6 +26,7 @@ LAYERS, EXPERTS, PER_TOKEN = 8, 32, 4  # of the demo model
 # the trace make another.
 SHORT = "--cache-rate", 0.25, "--max-new-tokens", 24, "--ignore-eos"
 ENDLESS = "--cache-rate", 0.25, "--max-new-tokens", 2000, "--ignore-eos"
+PROMPT = "--prompt", "Once upon a time"
 
 
 def environment() -> dict[str, str]:
@@ -131,10 +132,10 @@ def test_batch_from_standard_input_through_the_callback_transport_and_a_disk_tie
 
 
 @pytest.mark.slow
-def test_interrupt_keeps_what_there_is(tmp_path):
+def test_interrupt_keeps_what_there_is(shallow_demo, tmp_path):
     files = "--json", tmp_path / "out.json", "--trace", tmp_path / "out.npz", "--verify"
     process = subprocess.Popen(
-        command(*ENDLESS, *files),
+        command("--model", shallow_demo, *PROMPT, *ENDLESS, *files),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
@@ -158,9 +159,9 @@ def test_interrupt_keeps_what_there_is(tmp_path):
 
 
 @pytest.mark.slow
-def test_reader_that_goes_away_is_no_error(tmp_path):
+def test_reader_that_goes_away_is_no_error(shallow_demo, tmp_path):
     process = subprocess.Popen(
-        command(*ENDLESS, "--trace", tmp_path / "out.npz"),
+        command("--model", shallow_demo, *PROMPT, *ENDLESS, "--trace", tmp_path / "out.npz"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
@@ -178,9 +179,9 @@ def test_reader_that_goes_away_is_no_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_text_that_cannot_be_written_is_one_line_and_the_figures_stay(tmp_path):
+def test_text_that_cannot_be_written_is_one_line_and_the_figures_stay(shallow_demo, tmp_path):
     with open("/dev/full", "w") as full:
-        line = command(*SHORT, "--trace", tmp_path / "out.npz")
+        line = command("--model", shallow_demo, *PROMPT, *SHORT, "--trace", tmp_path / "out.npz")
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, env=environment(), timeout=300)
     errors = done.stderr.decode()
     assert done.returncode == 1 and "Traceback" not in errors and "Exception ignored" not in errors
