@@ -57,6 +57,12 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(CacheBuilder, "__init__", with_kernels)
 
 
+@pytest.fixture
+def no_trial(monkeypatch):
+    """Every call stages: the program without, which a trial runs in turn, is compiled and checked by a test of its own."""
+    monkeypatch.setattr(TimeTrial, "choose", lambda self: True)
+
+
 def figures(moe, batch):
     """Tokens of two calls from an empty cache, and the counters of their decode events."""
     moe.reset_stats()
@@ -89,7 +95,7 @@ def plain(tiny):
         ("gate-1", 3, 1.0),
     ),
 )
-def test_tokens_and_hits_are_those_without_it(name, batch, share, plain):
+def test_tokens_and_hits_are_those_without_it(name, batch, share, plain, no_trial):
     """share: the budget in rows; None: auto. One model, its cache set anew."""
     moe, wanted = plain
     budget = "auto" if share is None else int(share * moe.stats()["experts"]["bytes_each"])
@@ -107,7 +113,7 @@ def test_tokens_and_hits_are_those_without_it(name, batch, share, plain):
 
 
 @pytest.mark.slow
-def test_hits_are_those_without_it_for_any_policy_and_size(tiny):
+def test_hits_are_those_without_it_for_any_policy_and_size(tiny, no_trial):
     settings = (
         {"policy": "lfu", "cache_rate": 0.2},
         {"policy": "lfru", "scope": "global"},
@@ -134,7 +140,7 @@ def test_hits_are_those_without_it_for_any_policy_and_size(tiny):
     ),
 )
 def test_through_the_kernels_of_a_gpu_and_in_other_families(
-    name, kernels, batch, predictor, share, tiny, expected, monkeypatch
+    name, kernels, batch, predictor, share, tiny, expected, monkeypatch, no_trial
 ):
     """Experts of other formats; hash routers, an encoder-decoder."""
     if kernels:
@@ -347,10 +353,10 @@ def test_changes_of_the_cache_leave_nothing_behind(tiny):
             change(predictor)
         before = held()
         assert moe.stats()["memory"]["prefetch_bytes"] == 0
-        for predictor in ("cross-layer+temporal", "gate-1", "temporal"):
+        for predictor in ("gate-1", "temporal"):
             change(predictor)
             assert moe.stats()["memory"]["prefetch_bytes"] > 0
-            change(predictor, prefetch_budget=moe.stats()["experts"]["bytes_each"] // 2)
+        change("gate-1", prefetch_budget=moe.stats()["experts"]["bytes_each"] // 2)
         change("none")
         assert held() == before
 
