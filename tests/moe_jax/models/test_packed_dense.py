@@ -58,7 +58,7 @@ def test_what_others_read_or_no_kernel_takes_is_decoded(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", (*KEPT, "deepseek_v3_fp8", "deepseek_v4_fp4"))
+@pytest.mark.parametrize("name", (*sorted(KEPT.keys() - {"mixtral_gptq"}), "deepseek_v3_fp8", "deepseek_v4_fp4"))
 def test_logits_and_tokens_are_those_of_decoded_weights(name, tiny):
     """On the CPU the weights are decoded in the program: the same numbers, so the same sums but for their order."""
     found = {}
@@ -97,7 +97,7 @@ def test_a_packed_layer(form, implementation, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ("deepseek_v2", "deepseek_v3_fp8", "deepseek_v4_fp4"))
+@pytest.mark.parametrize("name", ("deepseek_v3_fp8", "deepseek_v4_fp4"))
 def test_two_sequences_in_bfloat16_on_a_cpu(name, tiny):
     """XLA's CPU backend refuses some products of bfloat16 with float32 results."""
     with MoE(tiny(name), COMMON | {"dtype": "bfloat16", "transport": "device"}) as moe:

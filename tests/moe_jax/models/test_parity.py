@@ -24,6 +24,8 @@ NAMES = (
     "qwen3_5_moe_released",
     "deepseek_v4",
 )
+# `Decoder` takes the last live token of a row after the last layer, in one way for all families.
+LAST_OF_A_BATCH = ("qwen3_moe", "jamba")
 RECURRENT = ("jamba", "qwen3_5_moe", "deepseek_v4")
 # Scores that do not sum to one.
 UNNORMALISED_ROUTERS = ("deepseek_v3", "deepseek_v4")
@@ -128,6 +130,8 @@ def test_batch_of_unequal_prompts_equals_the_left_padded_batch(name, load_tiny, 
     for row in range(2):
         close(name, logits[row, : lengths[row]], want["batch_logits"][row, mask[row]], f"row {row}")
 
+    if name not in LAST_OF_A_BATCH:
+        return
     last, _, _, _ = tiny(tokens, positions, live, tiny.cache([T, T]), last_only=True)
     for row in range(2):
         close(name, last[row, 0], want["batch_logits"][row, mask[row]][-1], f"last of row {row}")
