@@ -115,11 +115,12 @@ def test_tokens_and_hits_are_those_without_it(name, batch, share, plain, no_tria
 @pytest.mark.slow
 def test_hits_are_those_without_it_for_any_policy_and_size(tiny, no_trial):
     settings = (
-        {"policy": "lfu", "cache_rate": 0.2},
-        {"policy": "lfru", "scope": "global"},
         {"policy": "lru", "contract": "atomic-forced-admit", "cache_rate": 0.5},
+        {"policy": "lfru", "scope": "global", "contract": "atomic-bypass", "cache_rate": 0.3},
+        {"policy": "lfu", "scope": "layer", "cache_rate": 0.2},
     )
-    with MoE(tiny("mixtral"), CONFIG) as moe, MoE(tiny("mixtral"), CONFIG | {"prefetch": "gate-1"}) as other:
+    config = CONFIG | {"cache_rate": 0.5}  # the largest first: nothing is compiled for the others
+    with MoE(tiny("mixtral"), config) as moe, MoE(tiny("mixtral"), config | {"prefetch": "gate-1"}) as other:
         for changes in settings:
             for model in (moe, other):
                 model.set_cache(**changes)
