@@ -157,7 +157,7 @@ def demo_model() -> Path:
 
 @pytest.fixture(scope="session")
 def shallow_demo(demo_model, tmp_path_factory) -> Path:
-    """Directory of the demo model's first two layers: its text is none, but it takes a quarter of the time to compile."""
+    """Directory of the demo model's first two layers: no sensible text, but a quarter of the time to compile."""
     directory = tmp_path_factory.mktemp("shallow_demo")
     for path in demo_model.glob("*.json"):
         shutil.copy(path, directory)

@@ -59,7 +59,7 @@ def interpreted(monkeypatch):
 
 @pytest.fixture
 def no_trial(monkeypatch):
-    """Every call stages: the program without, which a trial runs in turn, is compiled and checked by a test of its own."""
+    """Every call stages: the program without, which a trial runs in turn, has a test of its own."""
     monkeypatch.setattr(TimeTrial, "choose", lambda self: True)
 
 
