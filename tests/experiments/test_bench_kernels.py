@@ -26,6 +26,12 @@ from pallas_kernels.formats import FP8, INT4, MXFP4, Dense
 RATES = bench_kernels.Rates(Ceilings(50.0, 4000.0, "given", "given"), 700.0)
 
 
+@pytest.fixture(autouse=True)
+def few_repeats(monkeypatch):
+    """The interpreter takes seconds for some calls."""
+    monkeypatch.setattr(bench_kernels, "REPEATS", 2)
+
+
 def bench(tmp_path, *arguments):
     """(exit code, rows of the JSON file, what was printed) of a dry run."""
     path = tmp_path / "kernels.json"
