@@ -48,6 +48,12 @@ def stalls(monkeypatch):
     monkeypatch.setattr(prefetching, "make_lane", lambda mover, pool, early: StallingLane(pool))
 
 
+@pytest.fixture
+def no_trial(monkeypatch):
+    """Every call prefetches: the program without, which a trial runs in turn, has tests of its own."""
+    monkeypatch.setattr(TimeTrial, "choose", lambda self: True)
+
+
 def generate(moe, batch=1):
     return moe.generate(np.stack([PROMPT] * batch), NEW, eos_token_id=[]).tolist()
 
@@ -59,7 +65,7 @@ def balanced(stats):
 
 
 @pytest.mark.slow
-def test_tokens_are_the_same_with_any_predictor_and_budget(tiny):
+def test_tokens_are_the_same_with_any_predictor_and_budget(tiny, no_trial):
     """And so are the cache's hits; one model, its cache set anew."""
     with MoE(tiny("mixtral"), CONFIG) as moe:
         wanted = {}
@@ -89,7 +95,7 @@ def test_tokens_are_the_same_with_any_predictor_and_budget(tiny):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "predictor"), (("gpt_oss_mxfp4", "gate-1"), ("deepseek_v4", "gate-1"),
                                                   ("nllb_moe", "cross-layer+temporal")))  # fmt: skip
-def test_packed_experts_hash_routers_and_encoder_decoders(name, predictor, tiny, expected):
+def test_packed_experts_hash_routers_and_encoder_decoders(name, predictor, tiny, expected, no_trial):
     want = expected(name)
     forced = {"forced_bos_token_id": 7} if name == "nllb_moe" else {}
     config = CONFIG | {"max_batch": 1, "cache_rate": 0.4, "prefetch": predictor, "prefetch_shutoff": False}
@@ -300,7 +306,7 @@ def test_a_wrong_predictor_costs_no_loading(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_cache_can_be_set_to_the_other_transport_that_prefetches(tiny):
+def test_the_cache_can_be_set_to_the_other_transport_that_prefetches(tiny, no_trial):
     with MoE(tiny("mixtral"), CONFIG | {"prefetch": "temporal"}) as moe:
         wanted = generate(moe)
         seen = moe.stats()["prefetch"]["learned_tokens"]
