@@ -140,28 +140,3 @@ def test_every_step_leaves_the_experts_that_the_replay_leaves(transport, tiny, e
         for phase, table in total.items():
             assert table.tolist() == [counts[phase]["per_layer"][name] for name in COUNTERS]
         assert total["decode"][0].sum() and total["decode"][1].sum()  # both hits and misses happened
-
-
-# ---------------------------------------------------------------------------------------------- the GPU's kernels
-
-
-def test_gpu_kernels_in_the_interpreter(tiny, expected, monkeypatch):
-    from moe_jax.engine.loading import CacheBuilder
-
-    want = expected("mixtral_swa_tied")
-    config = SMALL | {"transport": "device", "cache_rate": 0.5}
-    build = CacheBuilder.__init__
-
-    def interpreted(self, *args):
-        build(self, *args)
-        self.implementation = "interpret"
-
-    monkeypatch.setattr(CacheBuilder, "__init__", interpreted)
-    with MoE(tiny("mixtral_swa_tied"), config) as moe:
-        assert set(moe.stats()["kernel"]) == {"device/pallas-interpret"}
-        for batch in BATCHES:
-            prompts = prompts_of(want, batch)
-            got = moe.generate(prompts, max_new_tokens=4, eos_token_id=[])
-            moe.verify_slots()
-            assert moe.stats()["last"]["decode"]["misses"] > 0
-            np.testing.assert_array_equal(got[0, prompts.shape[1] :], want["gen_ids"].ravel()[:4])

@@ -201,6 +201,7 @@ ACT_ORDER = "xla (no kernel undoes the column order of int4 rows)"
 @pytest.mark.parametrize(
     ("name", "batch", "path"),
     [
+        ("mixtral_swa_tied", 3, "pallas-interpret"),
         ("gpt_oss", 1, "pallas-interpret"),
         ("gpt_oss_mxfp4", 1, "pallas-interpret"),
         ("qwen3_moe_fp8", 3, "pallas-interpret"),
